@@ -1,0 +1,80 @@
+"""What a stage is: declared inputs, config fields, code and toolchain, and one function that fills a folder.
+
+A stage never sees the store or the graph. It gets a `StageContext`, writes into `ctx.out`, and returns.
+Everything that can change the bytes it writes is declared on `Stage` and enters its key (see `key.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
+
+__all__ = ["Need", "Progress", "Stage", "StageContext"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """A data edge: `path` inside the output of `stage` (the whole output when empty).
+
+    Only the digest of that path enters the key, so a stage that reads `plan/precision.json`
+    is not rebuilt when another part of the plan changes.
+    """
+
+    stage: str
+    path: str = ""
+
+
+class Progress(Protocol):
+    """Where a stage reports to. Implemented by `pipeline.core.events`."""
+
+    def start(self, total: int, unit: str) -> None:
+        """Announce `total` units of work (`unit`: "B", "tensors", "tokens", ...)."""
+
+    def advance(self, amount: int = 1) -> None:
+        """Report `amount` more units done."""
+
+    def note(self, text: str) -> None:
+        """Say one line that the user should read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageContext:
+    """What a running stage may use.
+
+    `inputs` maps each needed stage to its output folder; `checkpoint` is the source checkpoint folder.
+    `out` is a folder of its own; of a resumable stage it still holds what a killed run left there.
+    """
+
+    config: Config
+    inputs: dict[str, Path]
+    checkpoint: Path
+    out: Path
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One node of the build graph."""
+
+    name: str
+    version: int
+    """Raised by hand when the meaning of the output changes without its code changing."""
+    needs: tuple[Need, ...] = ()
+    after: tuple[str, ...] = ()
+    """Stages that must have succeeded first although nothing of theirs is read (a gate)."""
+    config: tuple[str, ...] = ()
+    """Dotted config fields or sections that enter the key."""
+    reads_checkpoint: bool = False
+    code: tuple[str, ...] = ()
+    """Files or folders, relative to the project's code, whose source digest enters the key."""
+    toolchain: Callable[[Config], dict[str, str]] = field(default=lambda config: {})
+    """Name -> version of what shapes the output. Must not import torch."""
+    run: str = ""
+    """`module:function`, imported only where the stage runs; called with one `StageContext`."""
+    resumable: bool = False
+    determinism: Literal["bitwise", "numeric"] = "bitwise"
