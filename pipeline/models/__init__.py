@@ -1,0 +1,1 @@
+"""Model families: shapes without torch (`arch`), and one plain torch reference each."""
