@@ -46,13 +46,14 @@ class Progress(Protocol):
 class StageContext:
     """What a running stage may use.
 
-    `inputs` maps each needed stage to its output folder; `checkpoint` is the source checkpoint folder.
+    `inputs` maps each needed stage to its output folder; `checkpoint` is the source checkpoint folder
+    (None only for a stage that does not need one).
     `out` is a folder of its own; of a resumable stage it still holds what a killed run left there.
     """
 
     config: Config
     inputs: dict[str, Path]
-    checkpoint: Path
+    checkpoint: Path | None
     out: Path
     progress: Progress
 
@@ -69,7 +70,8 @@ class Stage:
     """Stages that must have succeeded first although nothing of theirs is read (a gate)."""
     config: tuple[str, ...] = ()
     """Dotted config fields or sections that enter the key."""
-    reads_checkpoint: bool = False
+    reads_checkpoint: Literal["", "config", "all"] = ""
+    """What of the source checkpoint enters the key: nothing, its config.json, or every file of it."""
     code: tuple[str, ...] = ()
     """Files or folders, relative to the project's code, whose source digest enters the key."""
     toolchain: Callable[[Config], dict[str, str]] = field(default=lambda config: {})

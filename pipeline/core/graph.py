@@ -1,0 +1,149 @@
+"""The build graph: stages in order, each looked up by key and run only when its result is not there yet."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import __version__
+from pipeline.config.schema import Config
+from pipeline.core.errors import ConfigError
+from pipeline.core.events import Console
+from pipeline.core.explain import explain_miss
+from pipeline.core.key import SCHEMA, key_of, key_parts
+from pipeline.core.source import Source
+from pipeline.core.stage import Stage
+from pipeline.core.store import Attempt, Result, Store, describe_tree, tree_digest
+from pipeline.executors import Executor, StageCall, StageOutcome
+
+__all__ = ["Graph", "State", "upstream"]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where one stage stands: its result, or why there is none."""
+
+    stage: Stage
+    result: Result | None
+    parts: dict[str, Any] | None
+    """None while an upstream result is missing: the key is not known yet."""
+    reason: str
+
+
+class Graph:
+    """The stages of one configuration over one store."""
+
+    def __init__(self, stages: dict[str, Stage], config: Config, store: Store, source: Source) -> None:
+        self.stages, self.config, self.store, self.source = stages, config, store, source
+
+    def build(self, targets: list[str], executor: Executor, console: Console) -> dict[str, Result]:
+        """Make every result that `targets` need, in order; what is there already is left alone."""
+        results: dict[str, Result] = {}
+        for stage in upstream(self.stages, targets):
+            state = self._state(stage, results)
+            results[stage.name] = state.result or self._run(state, results, executor, console)
+            if state.result:
+                console.stage_ended(stage.name, "cached", key=state.result.key, digest=state.result.digest())
+            self.store.point(results[stage.name])
+        return results
+
+    def states(self, targets: list[str]) -> Iterator[State]:
+        """Where each stage stands, running nothing."""
+        results: dict[str, Result] = {}
+        for stage in upstream(self.stages, targets):
+            if waiting := [name for name in _before(stage) if name not in results]:
+                yield State(stage, None, None, f"waits for {', '.join(waiting)}; runs unless their outputs stay the same")
+                continue
+            state = self._state(stage, results)
+            if state.result:
+                results[stage.name] = state.result
+            yield state
+
+    def _state(self, stage: Stage, results: dict[str, Result]) -> State:
+        parts = key_parts(stage, self.config, self._inputs(stage, results))
+        found = self.store.find(stage.name, key_of(parts))
+        reason = "up to date" if found else explain_miss(parts, [result.manifest["parts"] for result in self.store.all(stage.name)])
+        return State(stage, found, parts, reason)
+
+    def _inputs(self, stage: Stage, results: dict[str, Result]) -> dict[str, str]:
+        named = {f"{need.stage}/{need.path}".rstrip("/"): results[need.stage].digest(need.path) for need in stage.needs}
+        if stage.reads_checkpoint:
+            named["checkpoint"] = self.source.digest(stage.reads_checkpoint, stage.name)
+        return named
+
+    def _run(self, state: State, results: dict[str, Result], executor: Executor, console: Console) -> Result:
+        stage, key = state.stage, key_of(state.parts)
+        assert state.parts
+        with self.store.attempt(stage.name, key, resumable=stage.resumable) as attempt:
+            if found := self.store.find(stage.name, key):  # another process finished it while we waited for the lock
+                return found
+            progress = console.stage_started(stage.name, state.reason)
+            log = self.store.root / "logs" / f"{stage.name}-{key[:12]}.log"
+            try:
+                outcome = executor.run(self._call(stage, results, attempt), progress, log)
+            except BaseException:
+                console.stage_ended(stage.name, "failed")
+                raise
+            result = self.store.publish(attempt, self._manifest(state, key, attempt, outcome))
+        size = sum(entry["size"] for entry in result.manifest["outputs"].values())
+        console.stage_ended(stage.name, "built", key=key, digest=result.digest(), size=size, **asdict(outcome))
+        return result
+
+    def _call(self, stage: Stage, results: dict[str, Result], attempt: Attempt) -> StageCall:
+        return StageCall(
+            stage=stage.name,
+            config=asdict(self.config),
+            inputs={need.stage: str(results[need.stage].out) for need in stage.needs},
+            checkpoint=str(self.source.folder) if self.source.folder else None,
+            out=str(attempt.out),
+            tmp=str(attempt.tmp),
+        )
+
+    def _manifest(self, state: State, key: str, attempt: Attempt, outcome: StageOutcome) -> dict[str, Any]:
+        """What a result says of itself. Times and hosts stand here, never in the outputs."""
+        outputs = describe_tree(attempt.out)
+        return {
+            "schema": SCHEMA,
+            "stage": state.stage.name,
+            "key": key,
+            "parts": state.parts,
+            "determinism": state.stage.determinism,
+            "outputs": outputs,
+            "digest": tree_digest(outputs),
+            "config": asdict(self.config),
+            "pipeline": __version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **asdict(outcome),
+        }
+
+
+def upstream(stages: dict[str, Stage], targets: list[str]) -> list[Stage]:
+    """`targets` and all that must come before them, in an order that respects every edge."""
+    order: dict[str, Stage] = {}
+    open_names: list[str] = []
+
+    def visit(name: str) -> None:
+        if name in order:
+            return
+        if name in open_names:
+            raise AssertionError(f"the stages form a cycle: {' -> '.join([*open_names, name])}")
+        if name not in stages:
+            raise ConfigError(f"There is no stage {name}: choose one of {', '.join(stages)}.")
+        open_names.append(name)
+        for before in _before(stages[name]):
+            visit(before)
+        order[open_names.pop()] = stages[name]
+
+    for target in targets:
+        visit(target)
+    return list(order.values())
+
+
+def _before(stage: Stage) -> list[str]:
+    return list(dict.fromkeys([*(need.stage for need in stage.needs), *stage.after]))

@@ -1,0 +1,54 @@
+"""The source checkpoint of a run: where it is, and the digest of its content."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipeline.config.schema import Config
+from pipeline.core.errors import ConfigError
+
+__all__ = ["Source", "find_source"]
+
+EMBEDDED = "embedded:"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint folder, or none (then only `plan` can run)."""
+
+    folder: Path | None
+    model: str
+    cache: Path
+    """File in which digests of large files are remembered by size, time and inode."""
+
+    def digest(self, what: Literal["config", "all"], stage: str) -> str:
+        """Content digest of config.json or of the whole checkpoint; `stage` is who asks."""
+        if self.folder is None:
+            if what == "config":
+                return "none"
+            raise ConfigError(
+                f"{stage} needs a checkpoint and model={self.model} names none: give the folder of an R1-layout checkpoint as checkpoint=DIR."
+            )
+        if what == "config":
+            return hashlib.sha256((self.folder / "config.json").read_bytes()).hexdigest()
+        from pipeline.checkpoint.source import digest
+
+        return digest(self.folder, self.cache)
+
+
+def find_source(config: Config, store_root: Path) -> Source:
+    """The checkpoint that `checkpoint=` names, else the model's own."""
+    named = config.checkpoint or config.model.checkpoint
+    folder = _locate(named) if named else None
+    if folder and not (folder / "config.json").is_file():
+        raise ConfigError(f"checkpoint {named} has no config.json: give the folder of a Hugging Face checkpoint as checkpoint=DIR.")
+    return Source(folder, config.model.name, store_root.absolute() / "digests.json")
+
+
+def _locate(named: str) -> Path:
+    if named.startswith(EMBEDDED):
+        return Path(__file__).resolve().parents[1] / "data" / named.removeprefix(EMBEDDED)
+    return Path(named).expanduser().absolute()
