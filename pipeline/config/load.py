@@ -16,7 +16,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -73,8 +73,12 @@ def _compose(overrides: list[str], config_dir: Path | None) -> DictConfig:
             raise ConfigError(_unknown_choice(error, config_dir)) from error
         except ConfigCompositionException as error:
             raise ConfigError(_bad_override(error)) from error
+        except OverrideParseException as error:
+            raise ConfigError(f"{error.override} is not an override: write KEY=VALUE, with quotes around special characters.") from error
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_first_line(error)) from error
+        except AssertionError as error:  # OmegaConf's answer to a value inside a section that is null
+            raise ConfigError(_null_section(wanted)) from error
 
 
 def _appended(override: str) -> str:
@@ -129,11 +133,12 @@ def _all_keys(schema: type = Config, prefix: str = "") -> list[str]:
 
 def _nearest(name: str) -> str:
     """`; did you mean quant.kv_cache?`, over whole keys first, then over their last part."""
-    keys = _all_keys()
+    keys = [*_all_keys(), *_groups()]
     near = difflib.get_close_matches(name, keys, n=1, cutoff=0.6)
+    known = sorted({key.split(".")[0] for key in keys})
     leaf = difflib.get_close_matches(name.rsplit(".", 1)[-1], [key.rsplit(".", 1)[-1] for key in keys], n=1, cutoff=0.6)
     near = near or [key for key in keys if leaf and key.endswith("." + leaf[0])]
-    return f"; did you mean {near[0]}?" if near else f": known are {', '.join(sorted({key.split('.')[0] for key in keys}))}"
+    return f"; did you mean {near[0]}?" if near else f": known are {', '.join(known)}"
 
 
 def _unknown_choice(error: MissingConfigException, config_dir: Path | None) -> str:
@@ -162,7 +167,15 @@ def _bad_override(error: ConfigCompositionException) -> str:
         if name.split(".")[0] not in _all_keys() and "/" not in name and name in _groups():
             return f"{name} is chosen once: {_first_line(error)}"
         return f"There is no key {name}{_nearest(name)}."
-    return _first_line(error)
+    return _first_line(error.__cause__ or error)
+
+
+def _null_section(overrides: list[str]) -> str:
+    """`engine.trtllm.mtp` without `engine=trtllm`."""
+    nested = [override for override in overrides if override.split("=")[0].count(".") > 1]
+    sections = {override.split("=")[0].lstrip("+").rpartition(".")[0] for override in nested}
+    choose = " or ".join(f"{section.split('.')[0]}={section.split('.')[1]}" for section in sorted(sections))
+    return f"{', '.join(nested)} sets a key of a section that is not selected: select it with {choose}."
 
 
 def _first_line(error: Exception) -> str:

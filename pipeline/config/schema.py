@@ -96,7 +96,8 @@ class QuantConfig:
     routed_experts: str = "bf16"
     mtp: str = "bf16"
     """Every linear layer of the multi-token-prediction layers."""
-    kv_cache: str = "fp8"
+    kv_dtype: str = "fp8"
+    """Type of the KV cache on a GPU engine."""
     input_scale: float = 1.0
     """Static activation scale written for NVFP4 and FP8 when there is no calibration (1.0: amax 2688 for NVFP4)."""
     source: list[str] = field(default_factory=list)
@@ -104,7 +105,7 @@ class QuantConfig:
     def __post_init__(self) -> None:
         for name in ("attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts", "mtp"):
             _one_of(f"quant.{name}", getattr(self, name), WEIGHT_FORMATS)
-        _one_of("quant.kv_cache", self.kv_cache, KV_FORMATS)
+        _one_of("quant.kv_dtype", self.kv_dtype, KV_FORMATS)
         if not self.input_scale > 0:
             raise ConfigError(f"quant.input_scale={self.input_scale} must be above 0: it divides the activations.")
 
