@@ -1,0 +1,1 @@
+"""Triton: model repositories, the server that serves them, a client, and the contract checks of `smoke`."""

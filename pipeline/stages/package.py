@@ -1,0 +1,76 @@
+"""Package: the engine as a Triton model repository, checked, with a manifest beside it.
+
+Nothing but models may lie in `repository/` (Triton takes every folder there for one), so `package.json` is outside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.core.stage import Need, Stage, StageContext
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
+    from pipeline.triton.pbtxt import ModelConfig
+
+__all__ = ["STAGE", "run"]
+
+
+def toolchain(config: Config) -> dict[str, str]:
+    """What prints the text of config.pbtxt."""
+    return {name: metadata.version(name) for name in ("protobuf", "tritonclient")}
+
+
+STAGE = Stage(
+    name="package",
+    version=1,
+    needs=(Need(stage="engine"), Need(stage="plan", path="deploy.json")),
+    config=("engine.kind", "model.name", "serve.model_name", "serve.max_queue"),
+    code=("pipeline/stages/package.py", "pipeline/triton/pbtxt.py", "pipeline/triton/check.py", "pipeline/triton/layouts", "triton_repo"),
+    toolchain=toolchain,
+    run="pipeline.stages.package:run",
+)
+
+
+def run(ctx: StageContext) -> None:
+    """Let the engine's layout write the repository, check it, describe it in package.json."""
+    from pipeline.core.jsonio import write_json
+    from pipeline.triton.check import check_repository
+
+    repository = ctx.out / "repository"
+    repository.mkdir()
+    import_module(f"pipeline.triton.layouts.{ctx.config.engine.kind}").layout(ctx)
+    models = check_repository(repository)
+    write_json(ctx.out / "package.json", {
+        "engine": ctx.config.engine.kind,
+        "models": {name: _describe(config) for name, config in models.items()},
+        "sources": _source_digests(repository),
+    })  # fmt: skip
+    ctx.progress.note(f"repository with {', '.join(models)}")
+
+
+def _describe(config: ModelConfig) -> dict[str, Any]:
+    from tritonclient.grpc import model_config_pb2 as pb
+
+    def tensors(fields: Any) -> dict[str, Any]:
+        return {
+            field.name: {"type": pb.DataType.Name(field.data_type).removeprefix("TYPE_"), "dims": list(field.dims)}
+            for field in fields
+        }
+
+    return {
+        "backend": config.backend,
+        "decoupled": config.model_transaction_policy.decoupled,
+        "inputs": tensors(config.input),
+        "max_batch_size": config.max_batch_size,
+        "outputs": tensors(config.output),
+    }
+
+
+def _source_digests(repository: Path) -> dict[str, str]:
+    """SHA-256 of the files that were written here; the engine's own files are covered by the engine's digest."""
+    files = sorted(path for path in repository.rglob("*") if path.suffix in (".py", ".pbtxt", ".yaml"))
+    return {file.relative_to(repository).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

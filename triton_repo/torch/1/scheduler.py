@@ -1,0 +1,294 @@
+"""Continuous batching over the slots and KV pages of one compiled engine.
+
+One thread owns the engine. Each of its iterations
+
+  1. drops what was cancelled, then admits waiting requests in order of arrival while a slot and enough pages are free;
+  2. prefills one chunk of the oldest prompt that is not finished;
+  3. decodes one token for every sequence whose prompt is finished.
+
+So a long prompt delays the others by one chunk at a time, and a decoding sequence never waits for a whole prompt.
+Pages for prompt + max_tokens are reserved at admission: an admitted sequence always runs to its end, nothing is evicted.
+The head of the queue is never overtaken, so a large request cannot starve. Page 0 is the engine's scratch page.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from sampler import Sampling, sample
+from torch import Tensor
+
+__all__ = ["Engine", "FinishEvent", "Limits", "QueueFullError", "Request", "Scheduler", "Stats", "TokenEvent"]
+
+
+class Engine(Protocol):
+    """What the scheduler needs of `runtime.CompiledEngine`."""
+
+    info: dict[str, Any]
+
+    def step(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
+        """Write the tokens at their positions through the page table; logits of each row's last position."""
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as may wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One more token. EOS is not delivered; it ends the sequence."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishEvent:
+    """The last event of a request. `reason`: stop, length, cancelled or error (then `error` says what)."""
+
+    reason: str
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt. `on_event` runs on the engine's thread; returning True for a token ends the sequence (stop word).
+    It must not raise for a FinishEvent."""
+
+    id: int
+    prompt: list[int]
+    max_tokens: int
+    on_event: Callable[[TokenEvent | FinishEvent], bool | None]
+    sampling: Sampling = field(default_factory=Sampling)
+    eos: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine was compiled for, and how many requests may wait."""
+
+    max_batch_size: int
+    max_seq_len: int
+    page_size: int
+    num_pages: int
+    prefill_chunk: int
+    max_queue: int
+
+    @classmethod
+    def of(cls, info: dict[str, Any], max_queue: int) -> Limits:
+        """Limits of the engine that `info` (engine.json) describes."""
+        names = ("max_batch_size", "max_seq_len", "page_size", "num_pages", "prefill_chunk")
+        return cls(**{name: int(info[name]) for name in names}, max_queue=max_queue)
+
+    def pages_for(self, request: Request) -> int:
+        """Pages that hold prompt and output of `request`."""
+        return -(-(len(request.prompt) + request.max_tokens) // self.page_size)
+
+    def refuse(self, request: Request) -> str | None:
+        """Why this request can never run, as a sentence; None if it can."""
+        length, need, have = len(request.prompt), self.pages_for(request), self.num_pages - 1
+        if not request.prompt:
+            return "the prompt has no tokens; send at least one character"
+        if request.max_tokens < 1:
+            return f"max_tokens={request.max_tokens} is too small; it must be at least 1"
+        if length + request.max_tokens > self.max_seq_len:
+            return (
+                f"the prompt has {length} tokens and max_tokens={request.max_tokens}: together "
+                f"{length + request.max_tokens}, above the engine's max_seq_len of {self.max_seq_len}; "
+                "shorten the prompt or lower max_tokens"
+            )
+        if need > have:
+            return f"prompt and max_tokens need {need} KV pages, but the engine has {have}; lower max_tokens"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot for the metrics."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    tokens: int
+    """Tokens generated since the start."""
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A request in a slot."""
+
+    request: Request
+    pages: list[int]
+    done: int = 0
+    """Tokens whose keys and values are in the cache."""
+    last: int = -1
+    """Newest token, not in the cache yet."""
+    generated: int = 0
+
+
+class Scheduler:
+    """Runs requests on one engine. `submit`, `cancel` and `stats` may be called from any thread."""
+
+    def __init__(self, engine: Engine, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
+        self._free_pages = list(range(limits.num_pages - 1, 0, -1))
+        self._waiting: deque[Request] = deque()
+        self._active: list[_Sequence] = []
+        self._cancelled: set[int] = set()
+        self._tokens = 0
+        self._closed = ""
+        self._work = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    # --- any thread -------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises ValueError if it can never run, QueueFullError or RuntimeError if it cannot now."""
+        if reason := self.limits.refuse(request):
+            raise ValueError(reason)
+        with self._work:
+            if self._closed:
+                raise RuntimeError(self._closed)
+            # Guard: requests that a free slot will take in the next iteration are not "waiting" for the limit.
+            free_slots = max(self.limits.max_batch_size - len(self._active), 0)
+            if len(self._waiting) >= self.limits.max_queue + free_slots:
+                raise QueueFullError(
+                    f"{len(self._waiting)} requests wait already and serve.max_queue={self.limits.max_queue}; "
+                    "try again later"
+                )
+            self._waiting.append(request)
+            self._work.notify()
+
+    def cancel(self, request_id: int) -> None:
+        """End a request before the next step; unknown and finished ids are ignored."""
+        with self._work:
+            self._cancelled.add(request_id)
+            self._work.notify()
+
+    def stats(self) -> Stats:
+        """How full the engine is."""
+        with self._work:
+            used = self.limits.num_pages - 1 - len(self._free_pages)
+            return Stats(len(self._active), len(self._waiting), used, self._tokens)
+
+    def start(self) -> None:
+        """Start the engine's thread."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all requests with an error and join the thread."""
+        with self._work:
+            self._closed = self._closed or "the server is stopping"
+            self._work.notify()
+        if self._thread:
+            self._thread.join()
+        self._fail_all(self._closed)
+
+    # --- the engine's thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self._closed or self._active or self._waiting)
+                if self._closed:
+                    return
+            try:
+                self.iterate()
+            except Exception as error:  # noqa: BLE001  whatever the engine raises, no request may hang
+                self._close(f"the engine failed ({type(error).__name__}: {error}); restart the server")
+
+    def iterate(self) -> None:
+        """One round: cancel, admit, one prefill chunk, one decode step."""
+        self._drop_cancelled()
+        self._admit()
+        decoding = [sequence for sequence in self._active if sequence.last >= 0]
+        if prefilling := next((sequence for sequence in self._active if sequence.last < 0), None):
+            self._prefill(prefilling)
+        if decoding:
+            self._decode(decoding)
+
+    def _drop_cancelled(self) -> None:
+        with self._work:
+            cancelled, self._cancelled = self._cancelled, set()
+            dropped = [request for request in self._waiting if request.id in cancelled]
+            self._waiting = deque(request for request in self._waiting if request.id not in cancelled)
+        for request in dropped:
+            request.on_event(FinishEvent("cancelled"))
+        for sequence in [sequence for sequence in self._active if sequence.request.id in cancelled]:
+            self._finish(sequence, FinishEvent("cancelled"))
+
+    def _admit(self) -> None:
+        with self._work:
+            while self._waiting and len(self._active) < self.limits.max_batch_size:
+                need = self.limits.pages_for(self._waiting[0])
+                if need > len(self._free_pages):
+                    return
+                pages = [self._free_pages.pop() for _ in range(need)]
+                self._active.append(_Sequence(self._waiting.popleft(), pages))
+
+    def _prefill(self, sequence: _Sequence) -> None:
+        prompt, start = sequence.request.prompt, sequence.done
+        end = min(start + self.limits.prefill_chunk, len(prompt))
+        logits = self._step([sequence], [prompt[start:end]])
+        sequence.done = end
+        if end == len(prompt):
+            self._accept([sequence], logits)
+
+    def _decode(self, sequences: list[_Sequence]) -> None:
+        logits = self._step(sequences, [[sequence.last] for sequence in sequences])
+        for sequence in sequences:
+            sequence.done += 1
+        self._accept(sequences, logits)
+
+    def _step(self, sequences: list[_Sequence], tokens: list[list[int]]) -> Tensor:
+        """Rows of equal length; the page table is as wide as the longest of them needs now."""
+        length = len(tokens[0])
+        width = max(-(-(sequence.done + length) // self.limits.page_size) for sequence in sequences)
+        positions = [range(sequence.done, sequence.done + length) for sequence in sequences]
+        pages = [(sequence.pages + [0] * width)[:width] for sequence in sequences]
+        return self.engine.step(torch.tensor(tokens), torch.tensor([list(row) for row in positions]), torch.tensor(pages))
+
+    def _accept(self, sequences: list[_Sequence], logits: Tensor) -> None:
+        for sequence, token in zip(sequences, sample(logits, [s.request.sampling for s in sequences]), strict=True):
+            sequence.last = token
+            if token in sequence.request.eos:
+                self._finish(sequence, FinishEvent("stop"))
+                continue
+            sequence.generated += 1
+            with self._work:
+                self._tokens += 1
+            if end := self._deliver(sequence, token):
+                self._finish(sequence, end)
+
+    def _deliver(self, sequence: _Sequence, token: int) -> FinishEvent | None:
+        """Hand a token over; how the sequence ends, if it ends with it. A listener that raises ends its own request."""
+        try:
+            if sequence.request.on_event(TokenEvent(token)):
+                return FinishEvent("stop")
+        except Exception as error:  # noqa: BLE001
+            return FinishEvent("error", f"{type(error).__name__}: {error}")
+        return FinishEvent("length") if sequence.generated >= sequence.request.max_tokens else None
+
+    def _finish(self, sequence: _Sequence, event: FinishEvent) -> None:
+        with self._work:
+            self._active.remove(sequence)
+            self._free_pages.extend(reversed(sequence.pages))
+        sequence.request.on_event(event)
+
+    def _close(self, reason: str) -> None:
+        with self._work:
+            self._closed = reason
+        self._fail_all(reason)
+
+    def _fail_all(self, reason: str) -> None:
+        with self._work:
+            waiting, self._waiting = self._waiting, deque()
+        for sequence in list(self._active):
+            self._finish(sequence, FinishEvent("error", reason))
+        for request in waiting:
+            request.on_event(FinishEvent("error", reason))
