@@ -1,0 +1,108 @@
+"""Writes safetensors files tensor by tensor: the header first, from a plan, then the bytes in any order.
+
+The file takes its name only when it is complete and on disk, so a reader never sees half of one. Tensors lie by
+falling element size, then by name, which aligns each to its element; equal plans and arrays give equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from pipeline.checkpoint.reader import DTYPES, TensorInfo
+from pipeline.core.errors import StageError
+from pipeline.formats.numerics import Array
+
+__all__ = ["ShardWriter", "TensorPlan", "fsync_dir"]
+
+ALIGNMENT = 64
+
+TensorPlan = tuple[str, str, tuple[int, ...]]
+"""Name, dtype in safetensors' spelling, shape."""
+
+
+class ShardWriter:
+    """Context manager; leaving it without an error publishes the file, with one discards it."""
+
+    def __init__(self, path: Path, plan: Iterable[TensorPlan], scratch: Path | None = None) -> None:
+        """`scratch` is the folder of the unfinished file, on the same file system; by default that of `path`."""
+        self.path = path
+        self.part = (scratch or path.parent) / f".{path.name}.part"
+        ordered = sorted(plan, key=lambda item: (-DTYPES[item[1]].itemsize, item[0]))
+        header, self.infos = _layout(self.part, ordered)
+        self._left = set(self.infos)
+        self._fd = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.pwrite(self._fd, header, 0)
+        os.truncate(self._fd, max((info.stop for info in self.infos.values()), default=len(header)))
+
+    def write(self, name: str, array: Array) -> None:
+        """Store one planned tensor; threads may call it side by side."""
+        info = self.infos[name]
+        if array.dtype != DTYPES[info.dtype] or array.shape != info.shape:
+            raise StageError(
+                f"{name} was planned as {info.dtype}{list(info.shape)}, but came as {array.dtype}{list(array.shape)}."
+            )
+        _pwrite(self._fd, memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)), info.start)
+        self._left.discard(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._left:
+                raise StageError(f"{self.path.name} lacks {len(self._left)} tensors, {min(self._left)} among them.")
+            if kind is None:
+                os.fsync(self._fd)
+        except BaseException:
+            kind = StageError
+            raise
+        finally:
+            os.close(self._fd)
+            if kind is not None:
+                self.part.unlink(missing_ok=True)
+        if kind is None:
+            os.replace(self.part, self.path)
+            fsync_dir(self.path.parent)
+
+
+def fsync_dir(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _layout(file: Path, ordered: Sequence[TensorPlan]) -> tuple[bytes, dict[str, TensorInfo]]:
+    """Header bytes, padded with spaces so that data starts aligned, and each tensor's place."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset, places = 0, []
+    for name, dtype, shape in ordered:
+        end = offset + prod(shape) * DTYPES[dtype].itemsize
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        places.append((name, dtype, tuple(shape), offset, end))
+        offset = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    base = 8 + len(text)
+    infos = {name: TensorInfo(name, dtype, shape, file, base + a, base + b) for name, dtype, shape, a, b in places}
+    return struct.pack("<Q", len(text)) + text, infos
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    """All of `data`, however little the kernel takes at a time (2 GiB at most)."""
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
