@@ -1,0 +1,123 @@
+"""What each command does, over the build graph. Every function returns the exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.config.load import load
+from pipeline.core.events import Console
+from pipeline.core.graph import Graph
+from pipeline.core.jsonio import read_json
+from pipeline.core.source import find_source
+from pipeline.core.store import Result, Store
+from pipeline.executors import make_executor
+from pipeline.stages import STAGES
+
+if TYPE_CHECKING:
+    from pipeline.cli import Options
+    from pipeline.config.schema import Config
+
+__all__ = ["convert", "doctor", "engine", "explain", "package", "plan", "serve", "smoke", "verify"]
+
+
+def plan(options: Options, console: Console) -> int:
+    """Run the plan stage and show its report."""
+    from pipeline.stages.plan import render
+
+    result = _build(options, console, "plan")["plan"]
+    report = read_json(result.out / "report.json")
+    for line in render(report):
+        console.line(line)
+    console.result({"stage": "plan", "folder": str(result.out), "report": report})
+    return 0
+
+
+def convert(options: Options, console: Console) -> int:
+    """Up to the converted checkpoint."""
+    return _up_to("convert", options, console)
+
+
+def verify(options: Options, console: Console) -> int:
+    """Up to the verdict; its table is shown also when it was reached earlier."""
+    result = _build(options, console, "verify")["verify"]
+    for line in (result.out / "report.md").read_text(encoding="utf-8").splitlines():
+        console.line(line)
+    console.result({"stage": "verify", "folder": str(result.out), "report": read_json(result.out / "report.json")})
+    return 0
+
+
+def engine(options: Options, console: Console) -> int:
+    """Up to the engine."""
+    return _up_to("engine", options, console)
+
+
+def package(options: Options, console: Console) -> int:
+    """The whole way to a model repository (`package` and `build`)."""
+    result = _build(options, console, "package")["package"]
+    console.line(f"model repository: {result.out / 'repository'}")
+    for note in read_json(result.out / "package.json").get("notes", []):
+        console.line(f"not run here: {note}")
+    console.result({"stage": "package", "folder": str(result.out), "digest": result.digest()})
+    return 0
+
+
+def serve(options: Options, console: Console) -> int:
+    """Build, then run tritonserver until interrupted."""
+    from pipeline.triton.server import serve_command
+
+    config = load(options.overrides, options.config_dir)
+    return serve_command(config, _build(options, console, "package", config)["package"].out / "repository")
+
+
+def smoke(options: Options, console: Console) -> int:
+    """Build, then run the contract against a live server; the report lies beside the logs."""
+    from pipeline.triton.smoke import smoke_command
+
+    config = load(options.overrides, options.config_dir)
+    result = _build(options, console, "package", config)["package"]
+    out = Path(config.store.root).absolute() / "smoke" / f"{result.key[:12]}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    code = smoke_command(config, result.out / "repository", out, console.line)
+    console.result({"command": "smoke", "exit_code": code, "report": read_json(out) if out.exists() else None})
+    return code
+
+
+def explain(options: Options, console: Console) -> int:
+    """Where each stage stands and why."""
+    graph = _graph(load(options.overrides, options.config_dir))
+    stages = []
+    for state in graph.states(["package"]):
+        status = "up to date" if state.result else "would run"
+        console.line(f"{state.stage.name:8} {status:10} {state.reason if not state.result else state.result.key[:12]}")
+        stages.append({"stage": state.stage.name, "status": status, "reason": state.reason})
+    console.result({"command": "explain", "stages": stages})
+    return 0
+
+
+def doctor(options: Options, console: Console) -> int:
+    """What this machine can build, serve and run."""
+    from pipeline.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        console.line(finding.text())
+    console.result({"command": "doctor", "findings": [finding.plain() for finding in findings]})
+    return 0
+
+
+def _up_to(stage: str, options: Options, console: Console) -> int:
+    result = _build(options, console, stage)[stage]
+    console.line(f"{stage}: {result.out}")
+    console.result({"stage": stage, "folder": str(result.out), "digest": result.digest()})
+    return 0
+
+
+def _build(options: Options, console: Console, stage: str, config: Config | None = None) -> dict[str, Result]:
+    config = config or load(options.overrides, options.config_dir)
+    return _graph(config).build([stage], make_executor(config.executor.kind), console)
+
+
+def _graph(config: Config) -> Graph:
+    root = Path(config.store.root).expanduser()
+    return Graph(STAGES, config, Store(root), find_source(config, root))

@@ -1,0 +1,117 @@
+"""The config loader: every file composes, every mistake is a sentence."""
+
+import dataclasses
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import schema
+from pipeline.config.load import choices, from_plain, load, resolved_yaml
+from pipeline.core.errors import ConfigError
+from pipeline.share import share
+
+GROUPS = {path.name for path in share("conf").iterdir() if path.is_dir()}
+EVERY_FILE = [(group, name) for group in sorted(GROUPS - {"hw"}) for name in choices(group)]
+
+
+def test_the_groups_are_those_the_readme_names() -> None:
+    assert GROUPS == {"hw", "model", "quant", "parallel", "workload", "engine", "serve", "executor", "store"}
+
+
+@pytest.mark.parametrize("hw", choices("hw"))
+def test_every_hardware_composes(hw: str) -> None:
+    config = load([f"+hw={hw}"])
+    assert config.hw.name == hw
+    assert config.hw.source, "a hardware file names where its numbers come from"
+
+
+@pytest.mark.parametrize(("group", "name"), EVERY_FILE)
+def test_every_choice_composes(group: str, name: str) -> None:
+    config = load(["+hw=cpu", f"{group}={name}"])
+    section = getattr(config, group)
+    assert (section.kind if group == "engine" else section.name) == name
+
+
+@pytest.mark.parametrize("path", sorted(share("conf").glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_file_names_its_schema(path: Path) -> None:
+    line = next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# schema: "))
+    assert hasattr(schema, line.removeprefix("# schema: ").split(".")[0])
+
+
+def test_hw_without_plus_is_understood() -> None:
+    assert load(["hw=cpu"]).hw.name == "cpu"
+
+
+def test_hardware_sets_defaults_and_the_command_line_wins() -> None:
+    assert load(["+hw=b200"]).engine.kind == "trtllm"
+    assert load(["+hw=b200"]).quant.name == "nvfp4"
+    assert load(["+hw=b200", "quant=fp8_block", "engine=torch"]).quant.name == "fp8_block"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([], r"Choose the hardware: add one of .*\+hw=b200.*\+hw=cpu"),
+        (["+hw=b20"], r"\+hw=b20 is not known: choose one of .*\+hw=b200.* Did you mean b200\?"),
+        (["+hw=cpu", "quant=nvpf4"], r"quant=nvpf4 is not known: choose one of .*quant=nvfp4.* Did you mean nvfp4\?"),
+        (["+hw=cpu", "+quant.kv_dytpe=fp8"], r"There is no key quant\.kv_dytpe; did you mean quant\.kv_dtype\?"),
+        (["+hw=cpu", "quant.kv_dytpe=fp8"], r"There is no key quant\.kv_dytpe; did you mean quant\.kv_dtype\?"),
+        (["+hw=cpu", "+hw.smm=3"], r"There is no key hw\.smm; did you mean hw\.sm\?"),
+        (["+hw=cpu", "enginee=torch"], r"There is no key enginee; did you mean engine\?"),
+        (["+hw=cpu", "+foo=1"], r"There is no key foo"),
+        (["+hw=cpu", "quant.kv_dtype=int3"], r"quant\.kv_dtype=int3 is not supported: choose one of bf16, fp8"),
+        (["+hw=cpu", "quant.routed_experts=fp3"], r"quant\.routed_experts=fp3 is not supported"),
+        (["+hw=cpu", "engine.torch.page_size=abc"], r"engine\.torch\.page_size.*'abc'.*Integer"),
+        (["+hw=cpu", "engine.torch.page_size=0"], r"engine\.torch\.page_size=0 is too small: it must be at least 1"),
+        (["+hw=cpu", "workload.isl=-5"], r"workload\.isl=-5 is too small"),
+        (["+hw=cpu", "engine.trtllm.mtp=1"], r"select it with engine=trtllm"),
+        (["+hw=cpu", "quant"], r"quant is not an override: write KEY=VALUE"),
+        (["+hw=cpu", "workload.isl=["], r"is not an override"),
+        (["+hw=cpu", "+hw=h200"], r"hw"),
+    ],
+)
+def test_mistakes_are_sentences(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        load(overrides)
+    assert caught.value.exit_code == 2
+    assert "Traceback" not in str(caught.value)
+
+
+def test_own_config_dir_adds_hardware(tmp_path: Path) -> None:
+    (tmp_path / "hw").mkdir()
+    (tmp_path / "hw" / "mine.yaml").write_text("name: mine\ntitle: Mine\nmemory_bytes: 1e9\nmemory_bandwidth: 1e9\n")
+    assert load(["+hw=mine"], tmp_path).hw.title == "Mine"
+    with pytest.raises(ConfigError, match=r"\+hw=mine"):
+        load([], tmp_path)
+
+
+def test_a_config_survives_the_way_to_another_process() -> None:
+    config = load(["+hw=b200", "workload.isl=77", "slo.tpot_ms=50"])
+    assert from_plain(dataclasses.asdict(config)) == config
+
+
+def test_cfg_prints_what_load_sees() -> None:
+    assert "isl: 77" in resolved_yaml(["+hw=cpu", "workload.isl=77"])
+
+
+def test_schemas_have_slots_so_that_unknown_keys_cannot_pass() -> None:
+    for name in schema.__all__:
+        kind = getattr(schema, name)
+        assert dataclasses.is_dataclass(kind) and hasattr(kind, "__slots__"), name
+        assert typing.get_type_hints(kind)
+
+
+@pytest.mark.parametrize("command", [["--help"], ["plan", "--help"], ["doctor"], ["plan", "+hw=b200", "model=deepseek_r1"], ["explain", "+hw=cpu"]])
+def test_light_commands_do_not_import_torch(command: list[str], tmp_path: Path) -> None:
+    code = f"import sys; from pipeline.cli import main; code = main({command!r}); assert 'torch' not in sys.modules, 'torch'; sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=_environment())
+    assert done.returncode == 0, done.stderr
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -1,0 +1,198 @@
+"""The build graph on small stages: keys, no-ops, minimal rebuilds, kills, races and damage."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.load import load
+from pipeline.config.schema import Config
+from pipeline.core.errors import StageError
+from pipeline.core.events import PlainConsole
+from pipeline.core.graph import Graph, upstream
+from pipeline.core.key import key_of, key_parts
+from pipeline.core.source import Source
+from pipeline.core.stage import Need, Progress, Stage, StageContext
+from pipeline.core.store import Store, describe_tree
+from pipeline.executors import StageCall, StageOutcome
+
+
+def first(ctx: StageContext) -> None:
+    """Two files of which `second` reads one."""
+    (ctx.out / "read.txt").write_text(str(ctx.config.workload.isl))
+    (ctx.out / "other.txt").write_text(str(ctx.config.workload.osl))
+
+
+def second(ctx: StageContext) -> None:
+    (ctx.out / "text.txt").write_text((ctx.inputs["first"] / "read.txt").read_text() + ctx.config.model.name)
+
+
+def third(ctx: StageContext) -> None:
+    (ctx.out / "end.txt").write_text("end")
+
+
+STAGES = {
+    "first": Stage(name="first", version=1, config=("workload",)),
+    "second": Stage(name="second", version=1, needs=(Need(stage="first", path="read.txt"),), config=("model.name",)),
+    "third": Stage(name="third", version=1, needs=(Need(stage="second"),), after=("first",)),
+}
+FUNCTIONS = {"first": first, "second": second, "third": third}
+
+
+class Recorder:
+    """An executor that calls the functions above and remembers which."""
+
+    def __init__(self) -> None:
+        self.runs: list[str] = []
+
+    def run(self, call: StageCall, progress: Progress, log: Path) -> StageOutcome:
+        self.runs.append(call.stage)
+        inputs = {name: Path(path) for name, path in call.inputs.items()}
+        FUNCTIONS[call.stage](StageContext(config=load_plain(call), inputs=inputs, checkpoint=None, out=Path(call.out), progress=progress))
+        return StageOutcome(seconds=0.0, peak_memory_bytes=0)
+
+
+def load_plain(call: StageCall) -> Config:
+    from pipeline.config.load import from_plain
+
+    return from_plain(call.config)
+
+
+def graph(tmp_path: Path, *overrides: str) -> Graph:
+    return Graph(STAGES, load(["+hw=cpu", *overrides]), Store(tmp_path / "store"), Source(None, "tiny_r1", tmp_path / "digests.json"))
+
+
+def build(tmp_path: Path, *overrides: str) -> list[str]:
+    recorder = Recorder()
+    graph(tmp_path, *overrides).build(["third"], recorder, PlainConsole())
+    return recorder.runs
+
+
+def test_a_second_build_runs_nothing(tmp_path: Path) -> None:
+    assert build(tmp_path) == ["first", "second", "third"]
+    assert build(tmp_path) == []
+
+
+def test_one_changed_leaf_rebuilds_only_what_depends_on_it(tmp_path: Path) -> None:
+    build(tmp_path)
+    assert build(tmp_path, "workload.osl=5") == ["first"], "second reads only read.txt, which is the same"
+    assert build(tmp_path, "workload.isl=5") == ["first", "second", "third"]
+    assert build(tmp_path, "serve.max_queue=3") == [], "no stage declares it"
+
+
+def test_going_back_is_free(tmp_path: Path) -> None:
+    build(tmp_path)
+    build(tmp_path, "workload.isl=5")
+    assert build(tmp_path) == []
+
+
+def test_explain_names_the_leaf(tmp_path: Path) -> None:
+    build(tmp_path)
+    states = {state.stage.name: state for state in graph(tmp_path, "workload.isl=5").states(["third"])}
+    assert "workload.isl was 1024, is 5" in states["first"].reason
+    assert states["second"].parts is None and "waits for first" in states["second"].reason
+
+
+def test_keys_hold_no_path_and_change_with_every_part() -> None:
+    config = load(["+hw=cpu"])
+    base = key_parts(STAGES["first"], config, {})
+    assert str(Path.cwd()) not in str(base)
+    changed = dataclasses.replace(STAGES["first"], toolchain=lambda config: {"gcc": "12"})
+    versions = dataclasses.replace(STAGES["first"], version=2)
+    coded = dataclasses.replace(STAGES["first"], code=("pipeline/share.py",))
+    keys = {key_of(key_parts(stage, config, {})) for stage in (STAGES["first"], changed, versions, coded)}
+    assert len(keys | {key_of(key_parts(STAGES["first"], config, {"x": "1"}))}) == 5
+
+
+def test_a_failed_stage_publishes_nothing_and_keeps_what_came_before(tmp_path: Path) -> None:
+    class Failing(Recorder):
+        def run(self, call: StageCall, progress: Progress, log: Path) -> StageOutcome:
+            if call.stage == "second":
+                (Path(call.out) / "half.txt").write_text("half")
+                raise StageError("no")
+            return super().run(call, progress, log)
+
+    with pytest.raises(StageError):
+        graph(tmp_path).build(["third"], Failing(), PlainConsole())
+    assert not list((tmp_path / "store/results").glob("second/*"))
+    assert build(tmp_path) == ["second", "third"]
+    assert "half.txt" not in describe_tree(tmp_path / "store/results")
+
+
+def test_a_damaged_result_is_rebuilt(tmp_path: Path) -> None:
+    build(tmp_path)
+    next((tmp_path / "store/results/second").glob("*/out/text.txt")).unlink()
+    assert build(tmp_path) == ["second"], "the rebuilt bytes are the same, so third stays"
+
+
+def test_the_loser_of_a_race_discards_its_own(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    manifest = {"key": "k", "stage": "s", "parts": {}, "outputs": {}, "digest": ""}
+    with store.attempt("s", "k", resumable=False) as mine:
+        (mine.out / "a").write_text("mine")
+        winner = tmp_path / "results/s/k"
+        (winner / "out").mkdir(parents=True)
+        (winner / "manifest.json").write_text('{"key": "k", "stage": "s", "parts": {}, "outputs": {}}')
+        assert store.publish(mine, manifest).folder == winner
+    assert not (winner / "out/a").exists() and not mine.folder.exists()
+
+
+def test_a_resumable_stage_finds_what_it_left_and_others_start_afresh(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for resumable, expected in ((True, True), (False, False)):
+        with store.attempt("s", f"k{resumable}", resumable=resumable) as attempt:
+            (attempt.out / "part").write_text("1")
+        with store.attempt("s", f"k{resumable}", resumable=resumable) as attempt:
+            assert (attempt.out / "part").exists() is expected
+
+
+def test_order_respects_gates_and_refuses_cycles() -> None:
+    assert [stage.name for stage in upstream(STAGES, ["third"])] == ["first", "second", "third"]
+    loop = STAGES | {"first": dataclasses.replace(STAGES["first"], after=("third",))}
+    with pytest.raises(AssertionError, match="cycle"):
+        upstream(loop, ["third"])
+
+
+def test_a_stage_process_dies_with_its_parent(tmp_path: Path) -> None:
+    """kill -9 of the build must not leave a child that goes on writing into the store."""
+    child = textwrap.dedent(
+        """
+        import os, time
+        from pipeline.executors.local import _die_with_parent
+        _die_with_parent()
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+        """
+    )
+    parent = textwrap.dedent(
+        f"""
+        import subprocess, sys, time
+        subprocess.Popen([sys.executable, "-c", {child!r}])
+        time.sleep(60)
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    assert process.stdout
+    child_pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while _alive(child_pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    alive = _alive(child_pid)
+    if alive:
+        os.kill(child_pid, signal.SIGKILL)
+    assert not alive
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
