@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint.digest import digest
 from pipeline.checkpoint.layout import SCALE_SUFFIXES, Place, parameters, place_of
 from pipeline.checkpoint.reader import TensorInfo, read_header, read_tensor
 from pipeline.core.errors import ConfigError
@@ -19,7 +20,7 @@ from pipeline.formats import Format, get_format
 from pipeline.formats.numerics import Array, Float32
 from pipeline.models.arch import Arch
 
-__all__ = ["Checkpoint", "Entry", "INDEX", "dequantized", "read_json"]
+__all__ = ["Checkpoint", "Entry", "INDEX", "dequantized", "digest", "pair", "read_json"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -43,6 +44,11 @@ class Entry:
         return next(info for info in self.tensors.values() if info.name == self.name)
 
     @property
+    def quantised(self) -> bool:
+        """Whether the weight needs scales to be read."""
+        return self.format.quant_algo is not None
+
+    @property
     def num_bytes(self) -> int:
         """Bytes stored, scales included."""
         return sum(info.num_bytes for info in self.tensors.values())
@@ -53,8 +59,16 @@ class Entry:
 
     def dequantized(self) -> Float32:
         """The weight in float32."""
+        return self.format.dequantize(self._by_role())
+
+    def amax(self) -> float:
+        """Largest magnitude of the weight, rounded to BF16."""
+        return self.format.amax(self._by_role())
+
+    def _by_role(self) -> dict[str, Array]:
+        """As formats name them: a parameter such as `e_score_correction_bias` is a plain weight to them."""
         stored = self.load()
-        return self.format.dequantize(stored if "weight" in stored else {"weight": next(iter(stored.values()))})
+        return stored if "weight" in stored else {"weight": next(iter(stored.values()))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +88,7 @@ class Checkpoint:
         arch = Arch.from_dir(folder)
         config = read_json(folder / "config.json")
         shards, tensors = _tensors(folder)
-        entries = {entry.name: entry for entry in _pair(tensors, arch)}
+        entries = {entry.name: entry for entry in pair(tensors, arch)}
         _check_complete(folder, arch, entries)
         return cls(folder, config, arch, shards, tensors, entries)
 
@@ -124,7 +138,7 @@ def _merge(tensors: dict[str, TensorInfo], header: dict[str, TensorInfo], weight
         tensors[name] = info
 
 
-def _pair(tensors: dict[str, TensorInfo], arch: Arch) -> Iterator[Entry]:
+def pair(tensors: dict[str, TensorInfo], arch: Arch) -> Iterator[Entry]:
     """Join each weight with its scales; every tensor must end up in one entry."""
     scales = {name for name in tensors if name.rpartition(".")[2] in SCALE_SUFFIXES}
     used: set[str] = set()

@@ -1,0 +1,308 @@
+"""Convert: from an R1-layout checkpoint to the precision that `plan` chose, shard by shard.
+
+Output shard i holds the parameters whose weights lie in source shard i; a scale, or a fused partner, in another shard
+is read from there. Nothing is loaded but the tensors at work, so memory does not grow with the model. A weight that
+changes format is first rounded to BF16, as ModelOpt does, so equal inputs give ModelOpt's bytes.
+
+A finished shard has a record with its hash in a hidden journal, and a rerun keeps the shards whose records hold. The
+journal goes last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from hashlib import sha256
+from importlib import metadata
+from math import isfinite, prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.core.stage import Need, Stage, StageContext
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.recipe import Recipe
+    from pipeline.checkpoint.source import Checkpoint, Entry
+    from pipeline.checkpoint.writer import TensorPlan
+    from pipeline.config.schema import Config
+    from pipeline.formats.numerics import Array
+
+__all__ = ["STAGE", "run"]
+
+JOURNAL = ".convert"
+MAX_WORKERS = 8
+
+
+def toolchain(config: Config) -> dict[str, str]:
+    """Who computes the roundings."""
+    return {name: metadata.version(name) for name in ("numpy", "ml_dtypes")}
+
+
+STAGE = Stage(
+    name="convert",
+    version=1,
+    needs=(Need(stage="plan", path="precision.json"),),
+    reads_checkpoint="all",
+    code=("pipeline/stages/convert.py", "pipeline/checkpoint", "pipeline/formats", "pipeline/models/arch.py"),
+    toolchain=toolchain,
+    run="pipeline.stages.convert:run",
+    resumable=True,
+)
+
+
+@dataclass(slots=True)
+class Shard:
+    """One output file: its parameters, and the tensors that they become."""
+
+    path: Path
+    entries: list[Entry]
+    plan: list[TensorPlan]
+
+    @property
+    def num_source_bytes(self) -> int:
+        """What is read for it."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Converter:
+    """The arithmetic on one parameter; safe to call from several threads."""
+
+    source: Checkpoint
+    recipe: Recipe
+    amaxes: dict[str, float] = field(default_factory=dict)
+
+    def plan(self, entry: Entry) -> list[TensorPlan]:
+        """Names, types and shapes that the parameter will have."""
+        if self.recipe.keeps(entry):
+            return [(info.name, info.dtype, info.shape) for info in entry.tensors.values()]
+        if entry.name.endswith("e_score_correction_bias"):
+            return [(entry.name, "F32", entry.shape)]
+        outputs = self.recipe.format_of(entry.place).outputs(entry.place.module, entry.shape)
+        return [(f"{entry.place.module}.{output.suffix}", output.dtype, output.shape) for output in outputs]
+
+    def convert(self, entry: Entry) -> dict[str, Array]:
+        """The parameter's new tensors, by full name."""
+        from pipeline.formats.numerics import BF16
+
+        amax = self.amax(entry)
+        if self.recipe.keeps(entry):
+            return {info.name: array for info, array in zip(entry.tensors.values(), entry.load().values(), strict=True)}
+        if entry.name.endswith("e_score_correction_bias"):
+            return {entry.name: entry.dequantized()}
+        target = self.recipe.format_of(entry.place)
+        if entry.place.partner and target.static_input:
+            amax = max(amax, self.amax(self.source.entries[f"{entry.place.partner}.weight"]))
+        stored = target.quantize(entry.dequantized().astype(BF16), amax=amax, input_scale=self.recipe.input_scale)
+        return {f"{entry.place.module}.{suffix}": array for suffix, array in stored.items()}
+
+    def amax(self, entry: Entry) -> float:
+        """Largest magnitude of a parameter; computed once, and refused when it is not finite."""
+        from pipeline.core.errors import ConfigError
+
+        if entry.name not in self.amaxes:
+            self.amaxes[entry.name] = entry.amax()
+        if not isfinite(self.amaxes[entry.name]):
+            raise ConfigError(
+                f"{entry.main.file} holds NaN or infinity in {entry.name} or its scales: the file is damaged, or was "
+                f"never valid; download it again."
+            )
+        return self.amaxes[entry.name]
+
+
+class Journal:
+    """Records of finished shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        for part in folder.glob(".*.part"):
+            part.unlink()
+
+    def holds(self, shard: Shard, key: str) -> bool:
+        """Whether the shard is there, from these very inputs, with the bytes that were written."""
+        from pipeline.checkpoint.digest import file_sha256
+
+        try:
+            record = json.loads((self.folder / f"{shard.path.name}.json").read_text(encoding="utf-8"))
+            return record["key"] == key and record["size"] == shard.path.stat().st_size and (
+                record["sha256"] == file_sha256(shard.path)
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def record(self, shard: Shard, key: str) -> None:
+        """Remember a published shard."""
+        from pipeline.checkpoint.digest import file_sha256
+        from pipeline.core.jsonio import write_json
+
+        path = shard.path
+        facts = {"name": path.name, "size": path.stat().st_size, "sha256": file_sha256(path), "key": key}
+        write_json(self.folder / f"{path.name}.json", facts)
+
+
+def run(ctx: StageContext) -> None:
+    """Plan everything, write what is not there yet, then describe it."""
+    from pipeline.checkpoint.recipe import Recipe
+    from pipeline.checkpoint.source import Checkpoint
+
+    assert ctx.checkpoint is not None
+    source = Checkpoint.open(ctx.checkpoint)
+    converter = Converter(source, Recipe.from_file(ctx.inputs["plan"] / "precision.json"))
+    shards = plan_shards(converter, ctx.out)
+    journal = Journal(ctx.out / JOURNAL)
+    ctx.progress.start(sum(shard.num_source_bytes for shard in shards), "B")
+    write_shards(ctx, converter, shards, journal)
+    describe(ctx, converter, shards)
+    shutil.rmtree(journal.folder)
+
+
+def plan_shards(converter: Converter, out: Path) -> list[Shard]:
+    """Every output tensor, before anything is written."""
+    by_file: dict[Path, list[Entry]] = {file: [] for file in converter.source.shards}
+    for entry in converter.source.entries.values():
+        by_file[entry.main.file].append(entry)
+    groups = [entries for entries in by_file.values() if entries]
+    return [
+        Shard(
+            out / f"model-{number:05d}-of-{len(groups):05d}.safetensors",
+            entries,
+            [tensor for entry in entries for tensor in converter.plan(entry)],
+        )
+        for number, entries in enumerate(groups, 1)
+    ]
+
+
+def write_shards(ctx: StageContext, converter: Converter, shards: list[Shard], journal: Journal) -> None:
+    """Write the shards that the journal does not vouch for."""
+    keys = [_shard_key(converter, shard) for shard in shards]
+    todo = [(shard, key) for shard, key in zip(shards, keys, strict=True) if not journal.holds(shard, key)]
+    _require_space(ctx.out, [shard for shard, _ in todo])
+    if kept := len(shards) - len(todo):
+        ctx.progress.note(f"{kept} of {len(shards)} shards are finished from an earlier run")
+        ctx.progress.advance(sum(shard.num_source_bytes for shard in shards) - sum(s.num_source_bytes for s, _ in todo))
+    for shard, key in todo:
+        write_shard(ctx, converter, shard, journal.folder)
+        journal.record(shard, key)
+
+
+def write_shard(ctx: StageContext, converter: Converter, shard: Shard, scratch: Path) -> None:
+    """One file, its parameters on several threads; each is written where the header has its place."""
+    from pipeline.checkpoint.writer import ShardWriter
+
+    with ShardWriter(shard.path, shard.plan, scratch) as writer, ThreadPoolExecutor(_num_workers()) as pool:
+        for num_bytes in pool.map(partial(_convert_into, writer.write, converter), shard.entries):
+            ctx.progress.advance(num_bytes)
+
+
+def _convert_into(write: Any, converter: Converter, entry: Entry) -> int:
+    for name, array in converter.convert(entry).items():
+        write(name, array)
+    return entry.num_bytes
+
+
+def describe(ctx: StageContext, converter: Converter, shards: list[Shard]) -> None:
+    """Index, configurations and companions, all from the headers on disk; then open the result as a reader would."""
+    from pipeline.checkpoint.digest import companions
+    from pipeline.checkpoint.quant_config import quantization_tables
+    from pipeline.checkpoint.reader import read_header
+    from pipeline.checkpoint.source import INDEX, Checkpoint, pair
+    from pipeline.core.jsonio import write_json
+
+    _remove_strangers(ctx.out, {shard.path for shard in shards})
+    source = converter.source
+    tensors = {name: info for shard in shards for name, info in read_header(shard.path).items()}
+    total = sum(info.num_bytes for info in tensors.values())
+    weight_map = {name: info.file.name for name, info in tensors.items()}
+    write_json(ctx.out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    inline, modelopt = quantization_tables(pair(tensors, source.arch), converter.recipe.kv_cache)
+    config = {name: value for name, value in source.config.items() if name != "quantization_config"}
+    write_json(ctx.out / "config.json", config | ({"quantization_config": inline} if inline else {}))
+    if modelopt:
+        write_json(ctx.out / "hf_quant_config.json", modelopt)
+    for file in companions(source.folder):
+        shutil.copyfile(file, ctx.out / file.name)
+    written = Checkpoint.open(ctx.out)
+    _check_counts(source, written)
+    write_json(ctx.out / "conversion.json", summary(converter, written))
+    ctx.progress.note(_sentence(source, written))
+
+
+def summary(converter: Converter, written: Checkpoint) -> dict[str, Any]:
+    """What was done, for people and for `verify`."""
+    source, recipe = converter.source, converter.recipe
+    classes: dict[str, dict[str, Counter[str]]] = {}
+    for entry in written.entries.values():
+        kind = classes.setdefault(entry.place.kind, {}).setdefault(entry.format.name, Counter())
+        kind.update(parameters=prod(entry.shape), bytes=entry.num_bytes, count=1)
+    return {
+        "recipe": asdict(recipe),
+        "rounding": "a weight that changes format is rounded to bf16 first (as ModelOpt does), then quantised",
+        "classes": classes,
+        "kept_byte_for_byte": sum(recipe.keeps(entry) for entry in source.entries.values()),
+        "parameters_in": len(source.entries), "parameters_out": len(written.entries),
+        "tensors_in": len(source.tensors), "tensors_out": len(written.tensors),
+        "bytes_in": sum(info.num_bytes for info in source.tensors.values()),
+        "bytes_out": sum(info.num_bytes for info in written.tensors.values()),
+    }
+
+
+def _check_counts(source: Checkpoint, written: Checkpoint) -> None:
+    """No parameter may be lost or invented: MTP layers have been, elsewhere."""
+    from pipeline.core.errors import StageError
+
+    if odd := source.entries.keys() ^ written.entries.keys():
+        raise StageError(
+            f"{len(source.entries)} parameters went in and {len(written.entries)} came out, {min(odd)} differs: "
+            f"this is a fault of convert, please report it."
+        )
+
+
+def _sentence(source: Checkpoint, written: Checkpoint) -> str:
+    before, after = (sum(info.num_bytes for info in side.tensors.values()) for side in (source, written))
+    formats = Counter(entry.format.name for entry in written.entries.values() if entry.place.linear)
+    kinds = ", ".join(f"{count} in {name}" for name, count in sorted(formats.items()))
+    return f"{len(written.entries)} parameters; linear layers: {kinds}; {before / 1e6:.1f} MB became {after / 1e6:.1f} MB"
+
+
+def _shard_key(converter: Converter, shard: Shard) -> str:
+    """Names everything that the shard's bytes follow from."""
+    files = sorted({info.file for entry in shard.entries for info in entry.tensors.values()})
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    facts = [STAGE.version, asdict(converter.recipe), stamps, shard.plan]
+    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _require_space(out: Path, shards: list[Shard]) -> None:
+    """Refuse at once what would fail after hours."""
+    from pipeline.checkpoint.reader import DTYPES
+    from pipeline.core.errors import StageError
+
+    wanted = sum(prod(shape) * DTYPES[dtype].itemsize for shard in shards for _, dtype, shape in shard.plan)
+    free = shutil.disk_usage(out).free
+    if wanted > free:
+        raise StageError(
+            f"The converted checkpoint takes {wanted / 1e9:.1f} GB, but {out} has {free / 1e9:.1f} GB free: make room, "
+            f"or put the store elsewhere with store.root=DIR."
+        )
+
+
+def _remove_strangers(out: Path, shards: set[Path]) -> None:
+    """Drop files that a killed run of another version left here."""
+    for file in _visible_files(out):
+        if file not in shards:
+            file.unlink()
+
+
+def _visible_files(folder: Path) -> Iterator[Path]:
+    return (file for file in folder.iterdir() if file.is_file())
+
+
+def _num_workers() -> int:
+    return min(MAX_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
