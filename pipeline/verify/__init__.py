@@ -1,0 +1,1 @@
+"""How far a converted checkpoint is from its source: weights without torch (`weights`), logits with it (`logits`)."""

@@ -1,0 +1,56 @@
+"""The verdict: measured errors against the limits of `verify`, as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pipeline.verify.weights import TensorError
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import VerifyConfig
+    from pipeline.verify.logits import LogitsError
+
+__all__ = ["failures"]
+
+
+def failures(
+    config: VerifyConfig, errors: Sequence[TensorError], faults: Sequence[str], logits: LogitsError | None
+) -> list[str]:
+    """Why the checkpoint must not be built into an engine; empty when it may."""
+    return [*_scale_failures(faults), *_weight_failures(config, errors), *_logits_failures(config, logits)]
+
+
+def _scale_failures(faults: Sequence[str]) -> Iterator[str]:
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        yield f"{faults[0]}{more}; the checkpoint is damaged, convert it again."
+
+
+def _weight_failures(config: VerifyConfig, errors: Sequence[TensorError]) -> Iterator[str]:
+    for name, limit in sorted(config.min_sqnr_db.items()):
+        low = [error for error in errors if error.format == name and error.rank < limit]
+        if not low:
+            continue
+        worst = min(low, key=lambda error: (error.rank, error.name))
+        total = sum(error.format == name for error in errors)
+        yield (
+            f"{len(low)} of {total} {name} tensors lie below verify.min_sqnr_db.{name}={limit:g} dB, the worst, "
+            f"{worst.name}, at {worst.rank:g} dB; convert again if the checkpoint was altered, keep the class in a wider "
+            f"format (quant.{worst.kind}=bf16), or lower the limit."
+        )
+
+
+def _logits_failures(config: VerifyConfig, logits: LogitsError | None) -> Iterator[str]:
+    if logits is None:
+        return
+    way_out = "keep attention, o_proj or shared_experts in a wider format (quant.o_proj=bf16), or move the limit."
+    if not logits.kl <= config.max_kl:
+        yield f"Mean KL is {logits.kl:g} nats a token, above verify.max_kl={config.max_kl:g}; {way_out}"
+    if not logits.top1 >= config.min_top1:
+        yield f"Top-1 agreement is {logits.top1:g}, below verify.min_top1={config.min_top1:g}; {way_out}"
+    if not logits.ppl_ratio <= config.max_ppl_ratio:
+        yield (
+            f"Perplexity rises from {logits.ppl_source:g} to {logits.ppl_converted:g}, {logits.ppl_ratio:g} times, above "
+            f"verify.max_ppl_ratio={config.max_ppl_ratio:g}; {way_out}"
+        )

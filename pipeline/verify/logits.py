@@ -1,0 +1,86 @@
+"""The reference model with the source's weights and with the converted ones, on the same held-out text.
+
+Weights are dequantised and activations stay float32, so this measures what the weights lost, whatever the runtime.
+The two models are never in memory together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import exp
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.source import Checkpoint
+from pipeline.models.deepseek_v3 import DeepseekV3, build
+
+__all__ = ["LogitsError", "compare_logits"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsError:
+    """Means over all predicted tokens; rounded, so that reports are equal byte for byte."""
+
+    tokens: int
+    kl: float
+    """Mean KL(source || converted), in nats."""
+    top1: float
+    """Share of positions with the same most likely token."""
+    ppl_source: float
+    ppl_converted: float
+
+    @property
+    def ppl_ratio(self) -> float:
+        """Above 1: the converted model is worse."""
+        return round(self.ppl_converted / self.ppl_source, 6)
+
+
+def compare_logits(
+    source: Checkpoint, converted: Checkpoint, windows: list[list[int]], advance: Callable[[int], None]
+) -> LogitsError:
+    """Run both models over the windows; every position but the last predicts its successor."""
+    ids = [torch.tensor([window]) for window in windows]
+    with _one_thread(), torch.inference_mode():
+        wanted = list(_run(load(source), ids, advance))
+        sums = torch.zeros(4, dtype=torch.float64)
+        for window, before, after in zip(ids, wanted, _run(load(converted), ids, advance), strict=True):
+            sums += _compare(window[0, 1:], before, after)
+    tokens = sum(window.shape[1] - 1 for window in ids)
+    kl, top1, nll_source, nll_converted = (sums / tokens).tolist()
+    ppl_source, ppl_converted = round(exp(nll_source), 4), round(exp(nll_converted), 4)
+    return LogitsError(tokens, round(max(kl, 0.0), 6), round(top1, 4), ppl_source, ppl_converted)
+
+
+def load(checkpoint: Checkpoint) -> DeepseekV3:
+    """The reference model in float32, whatever format the weights are stored in."""
+    state = {name: torch.from_numpy(entry.dequantized()) for name, entry in checkpoint.entries.items()}
+    return build(checkpoint.arch, state, torch.float32)
+
+
+def _run(model: DeepseekV3, ids: list[Tensor], advance: Callable[[int], None]) -> Iterator[Tensor]:
+    """Log-probabilities [T - 1, V] of each window."""
+    for window in ids:
+        yield torch.log_softmax(model(window)[0, :-1].float(), dim=-1)
+        advance(window.shape[1])
+
+
+def _compare(targets: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Sums over the window: KL, equal top tokens, negative log-likelihood before and after."""
+    kl = (before.double().exp() * (before.double() - after.double())).sum()
+    top1 = (before.argmax(-1) == after.argmax(-1)).sum()
+    nll = [-side.gather(1, targets[:, None]).double().sum() for side in (before, after)]
+    return torch.stack([kl, top1.double(), *nll])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The order of float32 sums depends on the number of threads, so it is fixed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

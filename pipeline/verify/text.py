@@ -1,0 +1,65 @@
+"""The held-out text of the logits comparison, and whether there is room for it. Without torch."""
+
+from __future__ import annotations
+
+import os
+from math import prod
+from pathlib import Path
+
+from pipeline.checkpoint.layout import parameters
+from pipeline.core.errors import ConfigError
+from pipeline.models.arch import Arch
+
+__all__ = ["available_memory", "heldout_file", "memory_needed", "windows_of"]
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def heldout_file(checkpoint: Path, named: str | None) -> Path | None:
+    """The text to read: the one that `verify.text` names, else the checkpoint's own, if it has one."""
+    if named is None:
+        own = checkpoint / "heldout.txt"
+        return own if own.is_file() else None
+    if not Path(named).is_file():
+        raise ConfigError(f"verify.text={named} is not a file: name a UTF-8 text that the model was not trained on.")
+    return Path(named)
+
+
+def windows_of(text: Path, tokenizer: Path, arch: Arch, *, tokens: int, window: int) -> list[list[int]]:
+    """Token ids in windows of at most `window`, each begun by the BOS token; at most `tokens` in all."""
+    from tokenizers import Tokenizer
+
+    if not tokenizer.is_file():
+        raise ConfigError(f"{tokenizer} is missing: the held-out text cannot be tokenised without it.")
+    start = [] if arch.bos_token_id is None else [arch.bos_token_id]
+    ids = Tokenizer.from_file(str(tokenizer)).encode(text.read_text(encoding="utf-8"), add_special_tokens=False).ids
+    if max(ids, default=0) >= arch.vocab_size:
+        raise ConfigError(f"{tokenizer} yields token {max(ids)}, but the model has {arch.vocab_size}: it is another's.")
+    step = max(1, window - len(start))
+    pieces = [start + ids[at : at + step] for at in range(0, len(ids), step)]
+    room = max(1, tokens // window)
+    chosen = [piece for piece in pieces[:room] if len(piece) > 1]
+    if not chosen:
+        raise ConfigError(f"{text} holds {len(ids)} tokens, too few to predict any: give a longer text as verify.text.")
+    return chosen
+
+
+def memory_needed(arch: Arch, tokens: int) -> int:
+    """Bytes of one model in float32 and of the log-probabilities of `tokens` positions."""
+    weights = sum(prod(shape) for _, shape in parameters(arch))
+    return 4 * (weights + tokens * arch.vocab_size)
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take, by the machine's account and its control group's."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([free, *_group_limits()])
+
+
+def _group_limits() -> list[int]:
+    texts = [Path(file).read_text(encoding="ascii").strip() for file in CGROUP_LIMITS if Path(file).is_file()]
+    return [int(text) for text in texts if text.isdigit()]
