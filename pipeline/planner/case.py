@@ -1,0 +1,71 @@
+"""The question a plan answers: a model, a machine, formats, and what will be asked of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pipeline.config.schema import Config, HwConfig, TrtllmEngineConfig
+from pipeline.models.arch import Arch
+from pipeline.planner.params import LINEAR_CLASSES
+
+__all__ = ["Case", "case_of"]
+
+FAMILIES = {90: "hopper", 100: "blackwell", 103: "blackwell"}
+"""SM -> the family whose kernels NVIDIA's DeepSeek recipes are written for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Inputs of every choice and rule. `isl` and `osl` may have been cut (see `case_of`)."""
+
+    config: Config
+    arch: Arch
+    formats: dict[str, str]
+    isl: int
+    osl: int
+    concurrency: int | None
+    cut: str = ""
+    """Why the lengths are not the workload's own."""
+
+    @property
+    def hw(self) -> HwConfig:
+        """The machine."""
+        return self.config.hw
+
+    @property
+    def family(self) -> str:
+        """hopper, blackwell or none."""
+        return FAMILIES.get(self.hw.sm or 0, "none")
+
+    @property
+    def trtllm(self) -> TrtllmEngineConfig:
+        """The section of TensorRT-LLM; only to be asked for where it is the engine."""
+        assert self.config.engine.trtllm is not None
+        return self.config.engine.trtllm
+
+    @property
+    def expert_format(self) -> str:
+        """Weight format of the routed experts, which decides the MoE kernels."""
+        return self.formats["routed_experts"]
+
+
+def case_of(config: Config, arch: Arch) -> Case:
+    """The case of a configuration. An embedded model is a stand-in, so lengths it cannot have are cut to what it has."""
+    workload = config.workload
+    quant = config.quant
+    classes = (*LINEAR_CLASSES, "mtp")
+    formats = {cls: "bf16" for cls in ("embed", "lm_head", "norm", "router")} | {cls: getattr(quant, cls) for cls in classes}
+    case = Case(
+        config=config, arch=arch, formats=formats, isl=workload.isl, osl=workload.osl, concurrency=workload.concurrency
+    )
+    embedded = (config.model.checkpoint or "").startswith("embedded:")
+    limit = arch.max_position_embeddings
+    return _cut(case, limit) if embedded and workload.isl + workload.osl > limit else case
+
+
+def _cut(case: Case, limit: int) -> Case:
+    """Shrink prompt and output alike to `limit` tokens."""
+    isl = max(1, case.isl * limit // (case.isl + case.osl))
+    asked = f"{case.isl} + {case.osl} tokens"
+    reason = f"{case.config.model.name} has {limit} positions, workload {case.config.workload.name} asks for {asked}"
+    return replace(case, isl=isl, osl=limit - isl, cut=f"{reason}: planned for {isl} + {limit - isl}")

@@ -1,0 +1,253 @@
+"""What `plan` decides for TensorRT-LLM, each with its reason and where that comes from.
+
+The smallest number of GPUs of one node that leaves room for the cache; attention data parallelism for many requests at
+once, tensor parallelism for few; then the batch and token limits of one rank, which depend on each other through memory.
+The "recipes" are the configurations that NVIDIA publishes for DeepSeek-R1, in the folder that `RECIPES` names.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline.planner.case import Case
+from pipeline.planner.memory import Layout, RankMemory, block_of, rank_memory, tokens_per_block
+
+__all__ = ["Choice", "Decision", "choose", "gpu_counts", "size", "splits"]
+
+RECIPES = "NVIDIA/TensorRT-LLM examples/configs"
+
+ADP_FROM = {"blackwell": 64, "hopper": 512}
+"""Concurrency from which the recipes switch attention DP on: B200 32 off, 64 on; H200 256 off, 1024 on."""
+LOW_CONCURRENCY = 4
+"""Up to here the recipes spend the whole node on latency."""
+TPOT_OF_ADP_MS = 20.0
+"""Attention DP was not measured below this time per token without MTP: B200 FP4 ADP8+EP8 23.9 ms at 256 requests."""
+ROOM = 64
+"""Whole sequences a cache must hold for a layout to count as having room, when no concurrency is asked for."""
+LARGEST_BATCH = 1024
+"""Largest max_batch_size of a rank in the recipes."""
+MARGIN_TOKENS = 256
+"""max_seq_len beyond prompt and output: chat template and drafts. The newer recipes' value."""
+NO_MTP_FROM = 4096
+"""Concurrency from which the recipes draft nothing: the batch already fills the tensor cores."""
+MOE_BACKENDS = {
+    ("blackwell", "nvfp4", False): "TRTLLM", ("blackwell", "nvfp4", True): "CUTLASS",
+    ("blackwell", "fp8_block", False): "TRTLLM", ("blackwell", "fp8_block", True): "DEEPGEMM",
+}
+"""(family, format of the routed experts, attention DP) -> backend of the recipes; CUTLASS for the rest."""
+LATENCY_EP = {("blackwell", "nvfp4"): 2, ("hopper", "fp8_block"): 4}
+"""EP of NVIDIA's lowest-latency runs on 8 GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One choice, for the reader."""
+
+    name: str
+    value: Any
+    reason: str
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A layout with the limits of one rank and the memory they take."""
+
+    layout: Layout
+    mtp: int
+    moe_backend: str
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    memory: RankMemory
+    sequences: int
+    """Whole sequences (prompt and output) that one rank's cache holds."""
+    decisions: tuple[Decision, ...] = ()
+
+    def value(self, name: str) -> Any:
+        """What was decided for `name`."""
+        return next(decision.value for decision in self.decisions if decision.name == name)
+
+    @property
+    def capacity(self) -> int:
+        """Whole sequences that the instance holds at once."""
+        return self.sequences * self.layout.cache_ranks
+
+
+def choose(case: Case) -> Choice:
+    """The first candidate with room, else the largest one: the rules then say what it lacks."""
+    prefer, reason, source = _attention_dp(case)
+    sized = [size(case, layout) for layout in _candidates(case, prefer)]
+    chosen = next((choice for choice in sized if _has_room(case, choice)), None) or max(
+        sized, key=lambda choice: (choice.capacity, choice.memory.free)
+    )
+    if chosen.layout.attention_dp != prefer and chosen.layout.tp > 1:
+        reason, source = f"{reason}, but only attention {'DP' if not prefer else 'TP'} leaves room for the cache", ""
+    decisions = (
+        Decision("layout", str(chosen.layout), _layout_reason(case, chosen), RECIPES),
+        Decision("attention_dp", chosen.layout.attention_dp, reason if chosen.layout.tp > 1 else "one GPU", source),
+        *chosen.decisions,
+    )
+    return replace(chosen, decisions=decisions)
+
+
+def size(case: Case, layout: Layout) -> Choice:
+    """Limits of one rank under `layout`: the largest batch up to the wanted one whose sequences fit the cache."""
+    mtp, moe = _mtp(case, layout), _moe_backend(case, layout)
+    batch = math.ceil(case.concurrency / layout.cache_ranks) if case.concurrency else LARGEST_BATCH
+    block = tokens_per_block(case.arch, case.hw.sm or 0)
+    while True:
+        tokens = _round_up(case.isl + batch * (1 + mtp.value) + 64, 64)
+        memory = _memory(case, layout, mtp.value, moe.value, tokens)
+        sequences = memory.sequences(case.isl + case.osl + mtp.value, block)
+        if sequences >= batch or batch == 1:
+            break
+        batch = _even(max(1, min(sequences, batch - 1)))
+    return Choice(
+        layout=layout, mtp=mtp.value, moe_backend=moe.value, max_batch_size=batch, max_num_tokens=tokens,
+        max_seq_len=min(case.isl + case.osl + MARGIN_TOKENS, case.arch.max_position_embeddings),
+        memory=memory, sequences=sequences, decisions=(mtp, moe, *_limits(case, layout, batch, tokens)),
+    )
+
+
+def gpu_counts(limit: int) -> list[int]:
+    """Sizes of an instance worth trying: powers of two up to `limit`."""
+    return [2**power for power in range(limit.bit_length()) if 2**power <= limit]
+
+
+def splits(case: Case, layout: Layout) -> bool:
+    """Whether heads, experts and scale blocks divide evenly."""
+    arch = case.arch
+    if layout.tp % layout.ep or arch.n_routed_experts % layout.ep:
+        return False
+    experts = arch.moe_intermediate_size % (layout.moe_tp * block_of(case.expert_format)) == 0
+    return experts and (layout.attention_dp or _attention_splits(case, layout.tp))
+
+
+def _attention_splits(case: Case, tp: int) -> bool:
+    arch = case.arch
+    widths = {"attention": arch.num_attention_heads * arch.qk_head_dim, "o_proj": arch.num_attention_heads * arch.v_head_dim}
+    whole = all(width % (tp * block_of(case.formats[cls])) == 0 for cls, width in widths.items())
+    return arch.num_attention_heads % tp == 0 and (tp == 1 or whole)
+
+
+def _candidates(case: Case, prefer_adp: bool) -> list[Layout]:
+    """Layouts in order of preference; what the configuration fixes is fixed."""
+    asked = case.config.parallel
+    counts = [asked.tp] if asked.tp else gpu_counts(case.hw.num_devices)
+    if not asked.tp and not prefer_adp and case.concurrency and case.concurrency <= LOW_CONCURRENCY:
+        counts = counts[::-1]
+    modes = [asked.attention_dp] if asked.attention_dp is not None else [prefer_adp, not prefer_adp]
+    layouts = [layout for adp in modes for tp in counts if (layout := _layout(case, tp, adp and tp > 1))]
+    return layouts or [Layout(1, 1, False)]
+
+
+def _layout(case: Case, tp: int, adp: bool) -> Layout | None:
+    """`tp` ranks with the recipes' expert parallelism, or the largest that divides the model; None where none does."""
+    asked = case.config.parallel.ep
+    if asked:
+        layout = Layout(tp, asked, adp)
+        return layout if case.config.parallel.tp or splits(case, layout) else None
+    low = not adp and case.concurrency is not None and case.concurrency <= LOW_CONCURRENCY
+    first = LATENCY_EP.get((case.family, case.expert_format), tp) if low else tp
+    sizes = [ep for ep in (first, *range(tp, 0, -1)) if tp % ep == 0]
+    fitting = (layout for ep in sizes if splits(case, layout := Layout(tp, ep, adp)))
+    return next(fitting, Layout(tp, tp, adp) if case.config.parallel.tp else None)
+
+
+def _has_room(case: Case, choice: Choice) -> bool:
+    wanted = case.concurrency or ROOM * choice.layout.cache_ranks
+    return choice.memory.free > 0 and choice.capacity >= wanted
+
+
+def _attention_dp(case: Case) -> tuple[bool, str, str]:
+    """Whether to prefer attention DP, why, and after whom."""
+    asked = case.config.parallel.attention_dp
+    if asked is not None:
+        return asked, "asked for", "parallel.attention_dp"
+    tpot = case.config.slo.tpot_ms
+    if tpot is not None and tpot < TPOT_OF_ADP_MS:
+        reason = f"slo.tpot_ms={tpot:g} is below {TPOT_OF_ADP_MS:g}: attention TP answers faster"
+        return False, reason, "InferenceX, B200 FP4 ADP8+EP8: 23.9 ms at 256 requests, TP8+EP8: 16.4 ms at 64"
+    start = ADP_FROM.get(case.family, ADP_FROM["blackwell"])
+    if case.concurrency is None:
+        return True, "throughput: each rank caches its own requests; under TP all ranks cache the same", RECIPES
+    if case.concurrency >= start:
+        return True, f"{_requests(case)}; the recipes use it from {start}", RECIPES
+    return False, f"{_requests(case)}; the recipes use attention DP from {start}", RECIPES
+
+
+def _mtp(case: Case, layout: Layout) -> Decision:
+    """Draft tokens a step."""
+    if case.trtllm.mtp is not None:
+        return Decision("mtp", case.trtllm.mtp, "asked for", "engine.trtllm.mtp")
+    if not case.arch.num_nextn_predict_layers:
+        return Decision("mtp", 0, "the model has no MTP layer", "config.json")
+    if not layout.attention_dp and layout.tp > 1 and case.concurrency is not None:
+        return Decision("mtp", 3, "few requests: 3 drafts a step gave the most tokens a second on B200", f"{RECIPES}; blog 1")
+    if case.concurrency is None or case.concurrency >= NO_MTP_FROM:
+        return Decision("mtp", 0, "as many requests as fit: the batch fills the tensor cores without drafts", RECIPES)
+    return Decision("mtp", 1, f"attention DP below {NO_MTP_FROM} requests", RECIPES)
+
+
+def _moe_backend(case: Case, layout: Layout) -> Decision:
+    asked = case.trtllm.moe_backend
+    if asked != "auto":
+        return Decision("moe_backend", asked, "asked for", "engine.trtllm.moe_backend")
+    backend = MOE_BACKENDS.get((case.family, case.expert_format, layout.attention_dp), "CUTLASS")
+    mode = "with" if layout.attention_dp else "without"
+    return Decision("moe_backend", backend, f"{case.expert_format} experts on SM{case.hw.sm} {mode} attention DP", RECIPES)
+
+
+def _memory(case: Case, layout: Layout, mtp: int, moe_backend: str, tokens: int) -> RankMemory:
+    return rank_memory(
+        case.arch, case.formats, layout, kv_format=case.config.quant.kv_dtype, mtp=mtp, moe_backend=moe_backend,
+        max_num_tokens=tokens, gpus_per_node=case.hw.num_devices, visible=int(case.hw.memory_bytes),
+        fraction=case.trtllm.free_gpu_memory_fraction,
+    )
+
+
+def _layout_reason(case: Case, choice: Choice) -> str:
+    """Why this many GPUs."""
+    asked = case.config.parallel
+    if asked.tp:
+        return "asked for: parallel.tp"
+    if case.concurrency and case.concurrency <= LOW_CONCURRENCY and not choice.layout.attention_dp:
+        return f"{_requests(case)}: for latency, all GPUs of the node that divide the model"
+    copies = case.hw.num_devices // choice.layout.tp
+    more = f"; {copies} such instances fill the node" if copies > 1 else ""
+    return f"fewest GPUs with room for the cache{more}"
+
+
+def _limits(case: Case, layout: Layout, batch: int, tokens: int) -> tuple[Decision, ...]:
+    """The numbers of one rank, with their reasons."""
+    ranks = layout.cache_ranks
+    if case.concurrency:
+        batch_reason = f"{_requests(case)} over {ranks} cache{'s' if ranks > 1 else ''}"
+    else:
+        batch_reason = f"what the cache holds, {LARGEST_BATCH} at most"
+    if case.concurrency and case.concurrency <= LOW_CONCURRENCY:
+        stream = Decision("stream_interval", 1, "few requests: every token is sent at once")
+    else:
+        stream = Decision("stream_interval", 10, "ten tokens a message: detokenising and sending cost less", RECIPES)
+    return (
+        Decision("max_batch_size", batch, f"per rank: {batch_reason}", "TensorRT-LLM counts requests per rank under ADP"),
+        Decision("max_num_tokens", tokens, "per rank: one whole prompt beside a full batch, rounded up to 64", RECIPES),
+        stream,
+        Decision("cuda_graph_max_batch_size", batch, "no graph above max_batch_size", "NVIDIA/TensorRT-LLM issue 10688"),
+    )
+
+
+def _requests(case: Case) -> str:
+    return "1 request at a time" if case.concurrency == 1 else f"{case.concurrency} requests at once"
+
+
+def _even(batch: int) -> int:
+    """A multiple of 8 from 8 on: CUDA graphs are captured at such sizes."""
+    return batch // 8 * 8 if batch > 8 else batch
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return math.ceil(value / multiple) * multiple

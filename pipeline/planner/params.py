@@ -1,0 +1,127 @@
+"""Exact parameter counts and stored bytes of a DeepSeek-V3 class model, by module class.
+
+A model is a list of `Part`s: `count` tensors of one shape and class. Everything else is a sum over that list, so the
+counts agree with the checkpoint or they do not (DeepSeek-R1: 671,026,419,200 parameters without the MTP layer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeline.models.arch import Arch
+
+__all__ = ["CLASSES", "LINEAR_CLASSES", "Part", "layer_parts", "main_parts", "mtp_parts", "num_params", "stored_bytes"]
+
+LINEAR_CLASSES = ("attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts")
+"""Classes whose weights may be quantised; those of an MTP layer follow the format of `mtp` instead."""
+CLASSES = ("embed", "lm_head", "norm", "router", *LINEAR_CLASSES, "mtp")
+
+FP8_BLOCK = 128
+NVFP4_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`count` tensors of [rows, cols]; `name` is the last part of Hugging Face's module name."""
+
+    cls: str
+    name: str
+    rows: int
+    cols: int = 1
+    count: int = 1
+    float32: bool = False
+
+    @property
+    def params(self) -> int:
+        """Elements of all `count` tensors."""
+        return self.rows * self.cols * self.count
+
+    def bytes(self, fmt: str) -> int:
+        """Stored bytes of all `count` tensors when linear layers are in `fmt`."""
+        if self.float32:
+            return 4 * self.params
+        return self.count * matrix_bytes(fmt if self.cls in LINEAR_CLASSES else "bf16", self.rows, self.cols)
+
+
+def matrix_bytes(fmt: str, rows: int, cols: int) -> int:
+    """Bytes of one weight with its scales, as the checkpoint stores them."""
+    if fmt == "fp8_block":
+        return rows * cols + 4 * math.ceil(rows / FP8_BLOCK) * math.ceil(cols / FP8_BLOCK)
+    if fmt == "fp8":
+        return rows * cols + 8
+    if fmt == "nvfp4":
+        return rows * math.ceil(cols / 2) + rows * math.ceil(cols / NVFP4_BLOCK) + 8
+    return 2 * rows * cols
+
+
+def attention_parts(arch: Arch) -> list[Part]:
+    """Multi-head latent attention of one layer. q_a and kv_a are the two that tensor parallelism does not split."""
+    heads = arch.num_attention_heads
+    return [
+        Part("attention", "q_a_proj", arch.q_lora_rank, arch.hidden_size),
+        Part("attention", "q_b_proj", heads * arch.qk_head_dim, arch.q_lora_rank),
+        Part("attention", "kv_a_proj_with_mqa", arch.latent_dim, arch.hidden_size),
+        Part("attention", "kv_b_proj", heads * (arch.qk_nope_head_dim + arch.v_head_dim), arch.kv_lora_rank),
+        Part("o_proj", "o_proj", arch.hidden_size, heads * arch.v_head_dim),
+        Part("norm", "q_a_layernorm", arch.q_lora_rank),
+        Part("norm", "kv_a_layernorm", arch.kv_lora_rank),
+    ]
+
+
+def mlp_parts(cls: str, hidden: int, inter: int, count: int = 1) -> list[Part]:
+    """`count` gated MLPs."""
+    return [
+        Part(cls, "gate_proj", inter, hidden, count),
+        Part(cls, "up_proj", inter, hidden, count),
+        Part(cls, "down_proj", hidden, inter, count),
+    ]
+
+
+def layer_parts(arch: Arch, layer: int) -> list[Part]:
+    """Every tensor of one layer, an MTP layer's own four excepted."""
+    hidden = arch.hidden_size
+    parts = [*attention_parts(arch), Part("norm", "layernorm", hidden, count=2)]
+    if not arch.is_moe(layer):
+        return parts + mlp_parts("dense_mlp", hidden, arch.intermediate_size)
+    return [
+        *parts,
+        Part("router", "gate", arch.n_routed_experts, hidden),
+        Part("router", "e_score_correction_bias", arch.n_routed_experts, float32=True),
+        *mlp_parts("shared_experts", hidden, arch.moe_intermediate_size * arch.n_shared_experts),
+        *mlp_parts("routed_experts", hidden, arch.moe_intermediate_size, arch.n_routed_experts),
+    ]
+
+
+def main_parts(arch: Arch) -> list[Part]:
+    """The main model: everything but the MTP layers."""
+    embedding = [Part(cls, cls, arch.vocab_size, arch.hidden_size) for cls in ("embed", "lm_head")]
+    layers = [part for layer in range(arch.num_hidden_layers) for part in layer_parts(arch, layer)]
+    return [*embedding, Part("norm", "norm", arch.hidden_size), *layers]
+
+
+def mtp_parts(arch: Arch, *, stored: bool) -> list[Part]:
+    """The MTP layers. As `stored` each brings its own copy of embedding and head; an engine shares the main model's."""
+    hidden = arch.hidden_size
+    copies = [Part(cls, cls, arch.vocab_size, hidden) for cls in ("embed", "lm_head")] if stored else []
+    own = [Part("mtp", "eh_proj", hidden, 2 * hidden), Part("norm", "enorm, hnorm, shared_head.norm", hidden, count=3)]
+    return [
+        part
+        for layer in range(arch.num_hidden_layers, arch.num_stored_layers)
+        for part in [*layer_parts(arch, layer), *own, *copies]
+    ]
+
+
+def num_params(parts: list[Part]) -> int:
+    """Parameters of all parts."""
+    return sum(part.params for part in parts)
+
+
+def stored_bytes(arch: Arch, formats: Mapping[str, str]) -> dict[str, int]:
+    """Bytes of a checkpoint by module class; without the files' headers (12 MB for DeepSeek-R1)."""
+    sizes = dict.fromkeys(CLASSES, 0)
+    for part in main_parts(arch):
+        sizes[part.cls] += part.bytes(formats.get(part.cls, "bf16"))
+    sizes["mtp"] += sum(part.bytes(formats.get("mtp", "bf16")) for part in mtp_parts(arch, stored=True))
+    return sizes

@@ -1,0 +1,153 @@
+"""From a configuration and a model's config.json to a plan: precision, deployment, and the report that explains them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipeline.config.schema import Config
+from pipeline.core.errors import ConfigError
+from pipeline.models.arch import Arch
+from pipeline.planner.case import Case, case_of
+from pipeline.planner.choose import Choice, Decision, choose
+from pipeline.planner.memory import tokens_per_block
+from pipeline.planner.params import main_parts, num_params, stored_bytes
+from pipeline.planner.rules import REQUEST, RESULT, WARNINGS, broken
+from pipeline.planner.torch_limits import torch_decisions, torch_deploy, torch_memory, torch_rules, torch_warnings
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the three files of the stage hold."""
+
+    precision: dict[str, Any]
+    deploy: dict[str, Any]
+    report: dict[str, Any]
+
+
+def make_plan(config: Config, hf: dict[str, Any]) -> Plan:
+    """Plan the deployment of the model that `hf` (its config.json) describes.
+
+    Raises:
+        ConfigError: with every reason why it cannot work.
+    """
+    case = case_of(config, Arch.from_hf(hf))
+    planned = _PLANNERS[config.engine.kind](case)
+    precision = {
+        "formats": case.formats, "kv_cache": config.quant.kv_dtype, "input_scale": config.quant.input_scale,
+    }
+    report = {**_subject(case), **planned.report, "deploy": planned.deploy}
+    return Plan(precision, planned.deploy, report)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    deploy: dict[str, Any]
+    report: dict[str, Any]
+
+
+def _plan_torch(case: Case) -> _Planned:
+    _refuse(torch_rules(case))
+    memory, visible = torch_memory(case), int(case.hw.memory_bytes)
+    rows = [_row(name, size) for name, size in memory.items() if size]
+    report = {
+        "layout": "no parallelism", "memory": {"rows": rows, "total": sum(memory.values()), "visible": visible},
+        "limits": [], "decisions": _decisions(torch_decisions(case)), "warnings": torch_warnings(case),
+        "not_checked": [],
+    }
+    return _Planned(torch_deploy(case), report)
+
+
+def _plan_trtllm(case: Case) -> _Planned:
+    problems = broken(REQUEST, case)
+    choice = choose(case) if not problems or _can_size(case) else None
+    if choice and (not problems or case.config.parallel.tp):
+        rules = [rule for rule in RESULT if not problems or rule.name != "splits"]
+        problems += broken(rules, case, choice)
+    _refuse(problems)
+    assert choice is not None
+    report = {
+        "layout": str(choice.layout), "memory": _memory(choice), "limits": _limits(case, choice),
+        "decisions": _decisions(choice.decisions), "warnings": broken(WARNINGS, case, choice),
+        "not_checked": ["Nothing here ran on a GPU: limits come from arithmetic and from published measurements."],
+    }
+    return _Planned(_deploy(case, choice), report)
+
+
+_PLANNERS = {"torch": _plan_torch, "trtllm": _plan_trtllm}
+"""Engine -> its planner. A new engine is a new entry."""
+
+
+def _can_size(case: Case) -> bool:
+    """Whether a broken request still says enough to tell if it would fit."""
+    asked = case.config.parallel
+    return bool(asked.tp) and asked.tp % (asked.ep or 1) == 0
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
+    layout = choice.layout
+    return {
+        "engine": "trtllm", "tp": layout.tp, "ep": layout.ep, "pp": 1, "attention_dp": layout.attention_dp,
+        "num_devices": layout.tp, "instances_per_node": max(1, case.hw.num_devices // layout.tp),
+        "max_batch_size": choice.max_batch_size, "max_num_tokens": choice.max_num_tokens,
+        "max_seq_len": choice.max_seq_len, "kv_cache_dtype": case.config.quant.kv_dtype,
+        "tokens_per_block": tokens_per_block(case.arch, case.hw.sm or 0),
+        "free_gpu_memory_fraction": case.trtllm.free_gpu_memory_fraction,
+        "cuda_graph_max_batch_size": choice.value("cuda_graph_max_batch_size"),
+        "stream_interval": choice.value("stream_interval"), "mtp": choice.mtp, "moe_backend": choice.moe_backend,
+    }
+
+
+def _subject(case: Case) -> dict[str, Any]:
+    """What is planned for what."""
+    config = case.config
+    return {
+        "model": {
+            "name": config.model.name, "parameters": num_params(main_parts(case.arch)),
+            "checkpoint_bytes": sum(stored_bytes(case.arch, case.formats).values()),
+        },
+        "hw": {"name": config.hw.name, "title": config.hw.title},
+        "engine": config.engine.kind,
+        "quant": config.quant.name,
+        "workload": {
+            "name": config.workload.name, "isl": case.isl, "osl": case.osl, "concurrency": case.concurrency,
+        },
+    }
+
+
+def _memory(choice: Choice) -> dict[str, Any]:
+    memory = choice.memory
+    rows = [_row(name, size) for name, size in (*memory.weights.items(), *memory.copies.items()) if size]
+    rows += [_row("engine", memory.engine), _row("kv_cache", memory.kv_cache)]
+    total = sum(row["bytes"] for row in rows)
+    rows.append(_row("unused (1 - fraction)", memory.visible - total))
+    return {"rows": rows, "weights": memory.loaded, "total": total, "visible": memory.visible}
+
+
+def _limits(case: Case, choice: Choice) -> list[dict[str, Any]]:
+    """Per rank and for the whole instance."""
+    ranks, memory = choice.layout.cache_ranks, choice.memory
+    pairs = [
+        ("KV bytes a token", memory.kv_bytes_per_token, None),
+        ("KV tokens", memory.kv_tokens, memory.kv_tokens * ranks),
+        (f"sequences of {case.isl} + {case.osl} tokens that fit", choice.sequences, choice.capacity),
+        ("max_batch_size", choice.max_batch_size, choice.max_batch_size * ranks),
+        ("max_num_tokens", choice.max_num_tokens, choice.max_num_tokens * ranks),
+        ("max_seq_len", choice.max_seq_len, None),
+    ]
+    return [{"name": name, "rank": rank, "instance": whole} for name, rank, whole in pairs]
+
+
+def _row(name: str, size: int) -> dict[str, Any]:
+    return {"component": name, "bytes": int(size)}
+
+
+def _decisions(decisions: tuple[Decision, ...]) -> list[dict[str, Any]]:
+    return [asdict(decision) for decision in decisions]

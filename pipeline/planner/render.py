@@ -1,0 +1,75 @@
+"""A plan's report as lines of plain text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.planner.memory import GIB
+
+__all__ = ["render"]
+
+
+def render(report: dict[str, Any]) -> list[str]:
+    """What `plan` prints: subject, memory of one rank, limits, decisions, warnings."""
+    return [
+        *_subject(report), "",
+        *_memory(report["memory"]),
+        *_limits(report["limits"]), "",
+        *_decisions(report["decisions"]),
+        *[f"! {text}" for text in report["warnings"]],
+        *[f"Not checked: {text}" for text in report["not_checked"]],
+    ]
+
+
+def _subject(report: dict[str, Any]) -> list[str]:
+    model, workload, deploy = report["model"], report["workload"], report["deploy"]
+    asked = f"{workload['concurrency']} at once" if workload["concurrency"] else "as many as fit"
+    parameters = f"{model['parameters']:,} parameters without MTP"
+    return [
+        f"{model['name']}: {parameters}, {_decimal(model['checkpoint_bytes'])} as {report['quant']}",
+        f"{report['hw']['title']}: engine {report['engine']}, {report['layout']}, {_devices(deploy['num_devices'])}",
+        f"{workload['name']}: {workload['isl']} tokens in, {workload['osl']} out, {asked}",
+    ]
+
+
+def _memory(memory: dict[str, Any]) -> list[str]:
+    rows = [("memory of one rank", "GiB", "bytes")]
+    rows += [(row["component"], _gib(row["bytes"]), f"{row['bytes']:,}") for row in memory["rows"]]
+    rows.append(("visible to software", _gib(memory["visible"]), f"{memory['visible']:,}"))
+    return _table(rows)
+
+
+def _limits(limits: list[dict[str, Any]]) -> list[str]:
+    if not limits:
+        return []
+    rows = [("limits", "a rank", "instance")]
+    rows += [(row["name"], f"{row['rank']:,}", "" if row["instance"] is None else f"{row['instance']:,}") for row in limits]
+    return ["", *_table(rows)]
+
+
+def _decisions(decisions: list[dict[str, Any]]) -> list[str]:
+    width = max(len(f"{row['name']} = {row['value']}") for row in decisions)
+    lines = []
+    for row in decisions:
+        source = f" [{row['source']}]" if row["source"] else ""
+        lines.append(f"{row['name']} = {row['value']}".ljust(width) + f"  {row['reason']}{source}")
+    return lines
+
+
+def _table(rows: list[tuple[str, str, str]]) -> list[str]:
+    """Left-aligned names, right-aligned figures, a rule under the head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows]
+    return [lines[0], "-" * (sum(widths) + 4), *lines[1:]]
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def _decimal(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"

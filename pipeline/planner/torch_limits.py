@@ -1,0 +1,87 @@
+"""Limits of the compiled torch engine: one device, weights dequantised to one type, a cache of fixed size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.config.schema import TorchEngineConfig
+from pipeline.planner.case import Case
+from pipeline.planner.choose import Decision
+from pipeline.planner.memory import GIB, kv_bytes_per_token
+from pipeline.planner.params import CLASSES, main_parts
+
+__all__ = ["torch_decisions", "torch_deploy", "torch_memory", "torch_rules", "torch_warnings"]
+
+WIDTH = {"float32": 4, "bfloat16": 2}
+KV_NAME = {"float32": "float32", "bfloat16": "bf16"}
+
+
+def torch_deploy(case: Case) -> dict[str, Any]:
+    """deploy.json of the torch engine: what `engine.torch` says, on one device."""
+    engine = _engine(case)
+    return {
+        "engine": "torch", "tp": 1, "ep": 1, "pp": 1, "attention_dp": False, "num_devices": 1, "instances_per_node": 1,
+        "max_batch_size": engine.max_batch_size, "max_num_tokens": engine.prefill_chunk,
+        "max_seq_len": engine.max_seq_len, "kv_cache_dtype": KV_NAME[engine.dtype], "tokens_per_block": engine.page_size,
+        "free_gpu_memory_fraction": None, "cuda_graph_max_batch_size": None, "mtp": 0, "moe_backend": None,
+    }
+
+
+def torch_memory(case: Case) -> dict[str, int]:
+    """Bytes on the device by component."""
+    engine = _engine(case)
+    sizes = dict.fromkeys(CLASSES, 0)
+    for part in main_parts(case.arch):
+        sizes[part.cls] += part.params * WIDTH[engine.dtype]
+    tokens = engine.max_batch_size * (engine.max_seq_len + engine.page_size)
+    return {**sizes, "kv_cache": tokens * kv_bytes_per_token(case.arch, KV_NAME[engine.dtype])}
+
+
+def torch_rules(case: Case) -> list[str]:
+    """What cannot work."""
+    engine, arch, problems = _engine(case), case.arch, []
+    total, visible = sum(torch_memory(case).values()), int(case.hw.memory_bytes)
+    if total > visible:
+        problems.append(
+            f"{case.config.model.name} takes {total:,} bytes ({total / GIB:.1f} GiB) in {engine.dtype} on one device, and "
+            f"hw={case.hw.name} has {visible:,} ({visible / GIB:.1f} GiB): use engine=trtllm on GPUs, or a smaller model."
+        )
+    if engine.max_seq_len > arch.max_position_embeddings:
+        problems.append(
+            f"engine.torch.max_seq_len={engine.max_seq_len} exceeds the model's {arch.max_position_embeddings} positions: "
+            f"set {arch.max_position_embeddings} or less."
+        )
+    if (case.config.parallel.tp or 1) > 1 or case.config.parallel.pp > 1:
+        problems.append("The torch engine uses one device: set parallel=auto, or engine=trtllm.")
+    if engine.device == "cuda" and case.hw.sm is None:
+        problems.append(f"engine.torch.device=cuda, but hw={case.hw.name} has no GPU: set engine.torch.device=cpu.")
+    return problems
+
+
+def torch_warnings(case: Case) -> list[str]:
+    """What works, but not as the workload says."""
+    engine, warnings = _engine(case), []
+    tokens = case.config.workload.isl + case.config.workload.osl
+    if tokens > engine.max_seq_len:
+        name = case.config.workload.name
+        warnings.append(f"Workload {name} asks for {tokens:,} tokens a request; the engine holds {engine.max_seq_len:,}.")
+    if case.concurrency and case.concurrency > engine.max_batch_size:
+        warnings.append(f"{case.concurrency} requests at once on {engine.max_batch_size} slots: the rest will queue.")
+    if case.config.parallel.attention_dp or (case.config.parallel.ep or 1) > 1:
+        warnings.append("parallel.ep and parallel.attention_dp mean nothing on one device.")
+    return warnings
+
+
+def torch_decisions(case: Case) -> tuple[Decision, ...]:
+    """Where the numbers come from."""
+    engine = _engine(case)
+    return (
+        Decision("max_batch_size", engine.max_batch_size, "as configured", "engine.torch.max_batch_size"),
+        Decision("max_seq_len", engine.max_seq_len, "as configured", "engine.torch.max_seq_len"),
+        Decision("weights", engine.dtype, f"{case.expert_format} experts are dequantised once, at load", "engine.torch.dtype"),
+    )
+
+
+def _engine(case: Case) -> TorchEngineConfig:
+    assert case.config.engine.torch is not None
+    return case.config.engine.torch

@@ -1,0 +1,48 @@
+"""Stage `plan`: choose precision, parallelism, batch and cache limits before anything is computed.
+
+Needs no checkpoint: where there is one its own config.json counts, else `model.hf`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.schema import Config
+from pipeline.core.errors import ConfigError
+from pipeline.core.jsonio import read_json, write_json
+from pipeline.core.stage import Stage, StageContext
+from pipeline.planner.plan import Plan, make_plan
+from pipeline.planner.render import render
+
+__all__ = ["STAGE", "Plan", "make_plan", "render", "run"]
+
+STAGE = Stage(
+    name="plan",
+    version=1,
+    config=("hw", "model.name", "model.checkpoint", "model.hf", "quant", "parallel", "workload", "slo", "engine"),
+    reads_checkpoint="config",
+    code=("pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py"),
+    run="pipeline.stages.plan:run",
+)
+
+
+def run(ctx: StageContext) -> None:
+    """Write precision.json, deploy.json and report.json."""
+    plan = make_plan(ctx.config, model_config(ctx.config, ctx.checkpoint))
+    for name in ("precision", "deploy", "report"):
+        write_json(ctx.out / f"{name}.json", getattr(plan, name))
+    for warning in plan.report["warnings"]:
+        ctx.progress.note(warning)
+
+
+def model_config(config: Config, checkpoint: Path | None) -> dict[str, Any]:
+    """The model's config.json, or the fields of it that the model's file in conf/ has."""
+    if checkpoint is not None:
+        if not (checkpoint / "config.json").is_file():
+            raise ConfigError(f"{checkpoint} has no config.json: it is not a Hugging Face checkpoint folder.")
+        return dict(read_json(checkpoint / "config.json"))
+    if not config.model.hf:
+        name = config.model.name
+        raise ConfigError(f"model={name} has no checkpoint and no model.hf to plan from: set checkpoint=FOLDER.")
+    return dict(config.model.hf)
