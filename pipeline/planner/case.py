@@ -50,11 +50,12 @@ class Case:
 
 
 def case_of(config: Config, arch: Arch) -> Case:
-    """The case of a configuration. An embedded model is a stand-in, so lengths it cannot have are cut to what it has."""
+    """The case of a configuration. Lengths that an embedded model, a stand-in, cannot have are cut."""
     workload = config.workload
     quant = config.quant
     classes = (*LINEAR_CLASSES, "mtp")
-    formats = {cls: "bf16" for cls in ("embed", "lm_head", "norm", "router")} | {cls: getattr(quant, cls) for cls in classes}
+    formats = dict.fromkeys(("embed", "lm_head", "norm", "router"), "bf16")
+    formats |= {cls: getattr(quant, cls) for cls in classes}
     case = Case(
         config=config, arch=arch, formats=formats, isl=workload.isl, osl=workload.osl, concurrency=workload.concurrency
     )

@@ -1,7 +1,7 @@
 """What `plan` decides for TensorRT-LLM, each with its reason and where that comes from.
 
 The smallest number of GPUs of one node that leaves room for the cache; attention data parallelism for many requests at
-once, tensor parallelism for few; then the batch and token limits of one rank, which depend on each other through memory.
+once, tensor parallelism for few; then the batch and token limits of one rank, which depend on each other.
 The "recipes" are the configurations that NVIDIA publishes for DeepSeek-R1, in the folder that `RECIPES` names.
 """
 
@@ -33,8 +33,10 @@ MARGIN_TOKENS = 256
 NO_MTP_FROM = 4096
 """Concurrency from which the recipes draft nothing: the batch already fills the tensor cores."""
 MOE_BACKENDS = {
-    ("blackwell", "nvfp4", False): "TRTLLM", ("blackwell", "nvfp4", True): "CUTLASS",
-    ("blackwell", "fp8_block", False): "TRTLLM", ("blackwell", "fp8_block", True): "DEEPGEMM",
+    ("blackwell", "nvfp4", False): "TRTLLM",
+    ("blackwell", "nvfp4", True): "CUTLASS",
+    ("blackwell", "fp8_block", False): "TRTLLM",
+    ("blackwell", "fp8_block", True): "DEEPGEMM",
 }
 """(family, format of the routed experts, attention DP) -> backend of the recipes; CUTLASS for the rest."""
 LATENCY_EP = {("blackwell", "nvfp4"): 2, ("hopper", "fp8_block"): 4}
@@ -106,9 +108,15 @@ def size(case: Case, layout: Layout) -> Choice:
             break
         batch = _even(max(1, min(sequences, batch - 1)))
     return Choice(
-        layout=layout, mtp=mtp.value, moe_backend=moe.value, max_batch_size=batch, max_num_tokens=tokens,
+        layout=layout,
+        mtp=mtp.value,
+        moe_backend=moe.value,
+        max_batch_size=batch,
+        max_num_tokens=tokens,
         max_seq_len=min(case.isl + case.osl + MARGIN_TOKENS, case.arch.max_position_embeddings),
-        memory=memory, sequences=sequences, decisions=(mtp, moe, *_limits(case, layout, batch, tokens)),
+        memory=memory,
+        sequences=sequences,
+        decisions=(mtp, moe, *_limits(case, layout, batch, tokens)),
     )
 
 
@@ -128,9 +136,10 @@ def splits(case: Case, layout: Layout) -> bool:
 
 def _attention_splits(case: Case, tp: int) -> bool:
     arch = case.arch
-    widths = {"attention": arch.num_attention_heads * arch.qk_head_dim, "o_proj": arch.num_attention_heads * arch.v_head_dim}
+    heads = arch.num_attention_heads
+    widths = {"attention": heads * arch.qk_head_dim, "o_proj": heads * arch.v_head_dim}
     whole = all(width % (tp * block_of(case.formats[cls])) == 0 for cls, width in widths.items())
-    return arch.num_attention_heads % tp == 0 and (tp == 1 or whole)
+    return heads % tp == 0 and (tp == 1 or whole)
 
 
 def _candidates(case: Case, prefer_adp: bool) -> list[Layout]:
@@ -186,7 +195,7 @@ def _mtp(case: Case, layout: Layout) -> Decision:
     if not case.arch.num_nextn_predict_layers:
         return Decision("mtp", 0, "the model has no MTP layer", "config.json")
     if not layout.attention_dp and layout.tp > 1 and case.concurrency is not None:
-        return Decision("mtp", 3, "few requests: 3 drafts a step gave the most tokens a second on B200", f"{RECIPES}; blog 1")
+        return Decision("mtp", 3, "few requests: 3 drafts gave the most tokens a second on B200", f"{RECIPES}; blog 1")
     if case.concurrency is None or case.concurrency >= NO_MTP_FROM:
         return Decision("mtp", 0, "as many requests as fit: the batch fills the tensor cores without drafts", RECIPES)
     return Decision("mtp", 1, f"attention DP below {NO_MTP_FROM} requests", RECIPES)
@@ -198,13 +207,21 @@ def _moe_backend(case: Case, layout: Layout) -> Decision:
         return Decision("moe_backend", asked, "asked for", "engine.trtllm.moe_backend")
     backend = MOE_BACKENDS.get((case.family, case.expert_format, layout.attention_dp), "CUTLASS")
     mode = "with" if layout.attention_dp else "without"
-    return Decision("moe_backend", backend, f"{case.expert_format} experts on SM{case.hw.sm} {mode} attention DP", RECIPES)
+    reason = f"{case.expert_format} experts on SM{case.hw.sm} {mode} attention DP"
+    return Decision("moe_backend", backend, reason, RECIPES)
 
 
 def _memory(case: Case, layout: Layout, mtp: int, moe_backend: str, tokens: int) -> RankMemory:
     return rank_memory(
-        case.arch, case.formats, layout, kv_format=case.config.quant.kv_dtype, mtp=mtp, moe_backend=moe_backend,
-        max_num_tokens=tokens, gpus_per_node=case.hw.num_devices, visible=int(case.hw.memory_bytes),
+        case.arch,
+        case.formats,
+        layout,
+        kv_format=case.config.quant.kv_dtype,
+        mtp=mtp,
+        moe_backend=moe_backend,
+        max_num_tokens=tokens,
+        gpus_per_node=case.hw.num_devices,
+        visible=int(case.hw.memory_bytes),
         fraction=case.trtllm.free_gpu_memory_fraction,
     )
 
@@ -233,10 +250,10 @@ def _limits(case: Case, layout: Layout, batch: int, tokens: int) -> tuple[Decisi
     else:
         stream = Decision("stream_interval", 10, "ten tokens a message: detokenising and sending cost less", RECIPES)
     return (
-        Decision("max_batch_size", batch, f"per rank: {batch_reason}", "TensorRT-LLM counts requests per rank under ADP"),
+        Decision("max_batch_size", batch, f"per rank: {batch_reason}", "TensorRT-LLM counts per rank under ADP"),
         Decision("max_num_tokens", tokens, "per rank: one whole prompt beside a full batch, rounded up to 64", RECIPES),
         stream,
-        Decision("cuda_graph_max_batch_size", batch, "no graph above max_batch_size", "NVIDIA/TensorRT-LLM issue 10688"),
+        Decision("cuda_graph_max_batch_size", batch, "no graph above max_batch_size", "TensorRT-LLM issue 10688"),
     )
 
 

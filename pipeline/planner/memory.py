@@ -102,8 +102,17 @@ class RankMemory:
 
 
 def rank_memory(
-    arch: Arch, formats: Mapping[str, str], layout: Layout, *, kv_format: str, mtp: int, moe_backend: str,
-    max_num_tokens: int, gpus_per_node: int, visible: int, fraction: float,
+    arch: Arch,
+    formats: Mapping[str, str],
+    layout: Layout,
+    *,
+    kv_format: str,
+    mtp: int,
+    moe_backend: str,
+    max_num_tokens: int,
+    gpus_per_node: int,
+    visible: int,
+    fraction: float,
 ) -> RankMemory:
     """Memory of one rank (they are alike: each holds ceil(experts / ep) experts)."""
     shards = _Shards(layout, formats, gpus_per_node)

@@ -1,4 +1,4 @@
-"""From a configuration and a model's config.json to a plan: precision, deployment, and the report that explains them."""
+"""From a configuration and a model's config.json to a plan: precision, deployment, and a report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def make_plan(config: Config, hf: dict[str, Any]) -> Plan:
     case = case_of(config, Arch.from_hf(hf))
     planned = _PLANNERS[config.engine.kind](case)
     precision = {
-        "formats": case.formats, "kv_cache": config.quant.kv_dtype, "input_scale": config.quant.input_scale,
+        "formats": case.formats,
+        "kv_cache": config.quant.kv_dtype,
+        "input_scale": config.quant.input_scale,
     }
     report = {**_subject(case), **planned.report, "deploy": planned.deploy}
     return Plan(precision, planned.deploy, report)
@@ -53,8 +55,11 @@ def _plan_torch(case: Case) -> _Planned:
     memory, visible = torch_memory(case), int(case.hw.memory_bytes)
     rows = [_row(name, size) for name, size in memory.items() if size]
     report = {
-        "layout": "no parallelism", "memory": {"rows": rows, "total": sum(memory.values()), "visible": visible},
-        "limits": [], "decisions": _decisions(torch_decisions(case)), "warnings": torch_warnings(case),
+        "layout": "no parallelism",
+        "memory": {"rows": rows, "total": sum(memory.values()), "visible": visible},
+        "limits": [],
+        "decisions": _decisions(torch_decisions(case)),
+        "warnings": torch_warnings(case),
         "not_checked": [],
     }
     return _Planned(torch_deploy(case), report)
@@ -63,14 +68,17 @@ def _plan_torch(case: Case) -> _Planned:
 def _plan_trtllm(case: Case) -> _Planned:
     problems = broken(REQUEST, case)
     choice = choose(case) if not problems or _can_size(case) else None
-    if choice and (not problems or case.config.parallel.tp):
-        rules = [rule for rule in RESULT if not problems or rule.name != "splits"]
+    if choice:
+        rules = RESULT if not problems else [rule for rule in RESULT if rule.name == "fits"]
         problems += broken(rules, case, choice)
     _refuse(problems)
     assert choice is not None
     report = {
-        "layout": str(choice.layout), "memory": _memory(choice), "limits": _limits(case, choice),
-        "decisions": _decisions(choice.decisions), "warnings": broken(WARNINGS, case, choice),
+        "layout": str(choice.layout),
+        "memory": _memory(choice),
+        "limits": _limits(case, choice),
+        "decisions": _decisions(choice.decisions),
+        "warnings": broken(WARNINGS, case, choice),
         "not_checked": ["Nothing here ran on a GPU: limits come from arithmetic and from published measurements."],
     }
     return _Planned(_deploy(case, choice), report)
@@ -94,14 +102,23 @@ def _refuse(problems: list[str]) -> None:
 def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
     layout = choice.layout
     return {
-        "engine": "trtllm", "tp": layout.tp, "ep": layout.ep, "pp": 1, "attention_dp": layout.attention_dp,
-        "num_devices": layout.tp, "instances_per_node": max(1, case.hw.num_devices // layout.tp),
-        "max_batch_size": choice.max_batch_size, "max_num_tokens": choice.max_num_tokens,
-        "max_seq_len": choice.max_seq_len, "kv_cache_dtype": case.config.quant.kv_dtype,
+        "engine": "trtllm",
+        "tp": layout.tp,
+        "ep": layout.ep,
+        "pp": 1,
+        "attention_dp": layout.attention_dp,
+        "num_devices": layout.tp,
+        "instances_per_node": max(1, case.hw.num_devices // layout.tp),
+        "max_batch_size": choice.max_batch_size,
+        "max_num_tokens": choice.max_num_tokens,
+        "max_seq_len": choice.max_seq_len,
+        "kv_cache_dtype": case.config.quant.kv_dtype,
         "tokens_per_block": tokens_per_block(case.arch, case.hw.sm or 0),
         "free_gpu_memory_fraction": case.trtllm.free_gpu_memory_fraction,
         "cuda_graph_max_batch_size": choice.value("cuda_graph_max_batch_size"),
-        "stream_interval": choice.value("stream_interval"), "mtp": choice.mtp, "moe_backend": choice.moe_backend,
+        "stream_interval": choice.value("stream_interval"),
+        "mtp": choice.mtp,
+        "moe_backend": choice.moe_backend,
     }
 
 
@@ -110,14 +127,18 @@ def _subject(case: Case) -> dict[str, Any]:
     config = case.config
     return {
         "model": {
-            "name": config.model.name, "parameters": num_params(main_parts(case.arch)),
+            "name": config.model.name,
+            "parameters": num_params(main_parts(case.arch)),
             "checkpoint_bytes": sum(stored_bytes(case.arch, case.formats).values()),
         },
         "hw": {"name": config.hw.name, "title": config.hw.title},
         "engine": config.engine.kind,
         "quant": config.quant.name,
         "workload": {
-            "name": config.workload.name, "isl": case.isl, "osl": case.osl, "concurrency": case.concurrency,
+            "name": config.workload.name,
+            "isl": case.isl,
+            "osl": case.osl,
+            "concurrency": case.concurrency,
         },
     }
 

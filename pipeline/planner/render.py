@@ -12,9 +12,11 @@ __all__ = ["render"]
 def render(report: dict[str, Any]) -> list[str]:
     """What `plan` prints: subject, memory of one rank, limits, decisions, warnings."""
     return [
-        *_subject(report), "",
+        *_subject(report),
+        "",
         *_memory(report["memory"]),
-        *_limits(report["limits"]), "",
+        *_limits(report["limits"]),
+        "",
         *_decisions(report["decisions"]),
         *[f"! {text}" for text in report["warnings"]],
         *[f"Not checked: {text}" for text in report["not_checked"]],
@@ -43,7 +45,7 @@ def _limits(limits: list[dict[str, Any]]) -> list[str]:
     if not limits:
         return []
     rows = [("limits", "a rank", "instance")]
-    rows += [(row["name"], f"{row['rank']:,}", "" if row["instance"] is None else f"{row['instance']:,}") for row in limits]
+    rows += [(row["name"], f"{row['rank']:,}", _count(row["instance"])) for row in limits]
     return ["", *_table(rows)]
 
 
@@ -69,6 +71,10 @@ def _devices(count: int) -> str:
 
 def _decimal(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
 
 
 def _gib(size: int) -> str:

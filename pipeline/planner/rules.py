@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from pipeline.core.errors import ConfigError
+from pipeline.engines.trtllm.versions import version_line
 from pipeline.planner.case import Case
 from pipeline.planner.choose import Choice, gpu_counts, size, splits
 from pipeline.planner.memory import GIB, Layout, block_of
@@ -47,11 +49,19 @@ def _sm(case: Case, _: Choice | None) -> str | None:
         return None
     if sm == 120:
         return (
-            f"hw={case.hw.name} is SM120, for which TensorRT-LLM has no MLA kernels (\"Deepseek should be supported by "
-            f"fmha\"): use hw=b200, b300 or h200, or engine=torch."
+            f'hw={case.hw.name} is SM120, for which TensorRT-LLM has no MLA kernels ("Deepseek should be supported by '
+            f'fmha"): use hw=b200, b300 or h200, or engine=torch.'
         )
     kind = "a CPU" if sm is None else f"SM{sm}"
-    return f"engine=trtllm runs DeepSeek models on SM90, SM100 and SM103, hw={case.hw.name} is {kind}: use engine=torch."
+    return f"engine=trtllm runs DeepSeek on SM90, SM100 and SM103, hw={case.hw.name} is {kind}: use engine=torch."
+
+
+def _version(case: Case, _: Choice | None) -> str | None:
+    try:
+        version_line(case.trtllm.version)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _format(case: Case, _: Choice | None) -> str | None:
@@ -76,7 +86,9 @@ def _nvfp4_columns(case: Case, _: Choice | None) -> str | None:
         "routed_experts": (arch.hidden_size, arch.moe_intermediate_size),
     }
     bad = [cls for cls in LINEAR_CLASSES if case.formats[cls] == "nvfp4" and any(c % 16 for c in columns[cls])]
-    return f"nvfp4 needs columns in blocks of 16, which {', '.join(bad)} do not have: keep them in bf16." if bad else None
+    if not bad:
+        return None
+    return f"nvfp4 needs columns in blocks of 16, which {', '.join(bad)} do not have: keep them in bf16."
 
 
 def _length(case: Case, _: Choice | None) -> str | None:
@@ -110,7 +122,7 @@ def _expert_split(case: Case, _: Choice | None) -> str | None:
     if ep and experts % ep:
         return f"parallel.ep={ep} does not divide the {experts} routed experts: choose a divisor."
     if tp and ep and tp % ep:
-        return f"parallel.ep={ep} does not divide parallel.tp={tp} (expert TP x EP must equal TP): choose a divisor of {tp}."
+        return f"parallel.ep={ep} does not divide parallel.tp={tp} (expert TP x EP = TP): choose a divisor."
     if not (tp and ep):
         return None
     width, block = case.arch.moe_intermediate_size, block_of(case.expert_format)
@@ -128,7 +140,7 @@ def _heads(case: Case, _: Choice | None) -> str | None:
         return None
     if case.config.parallel.attention_dp is None:
         return None
-    return f"parallel.tp={tp} does not divide the {heads} attention heads: set parallel.attention_dp=true or tp={heads}."
+    return f"parallel.tp={tp} does not divide the {heads} heads: set parallel.attention_dp=true or tp={heads}."
 
 
 def _mtp(case: Case, _: Choice | None) -> str | None:
@@ -185,8 +197,8 @@ def _room(case: Case, choice: Choice | None) -> str | None:
     wanted = f"workload.concurrency={case.concurrency}" if case.concurrency else "even one"
     return (
         f"The KV cache of {choice.layout} on hw={case.hw.name} holds {choice.capacity:,} sequences of "
-        f"{case.isl + case.osl:,} tokens ({choice.memory.kv_tokens:,} tokens a rank), not {wanted}: the rest would queue "
-        f"and their first token come late. Lower workload.concurrency{smaller} or use more GPUs."
+        f"{case.isl + case.osl:,} tokens ({choice.memory.kv_tokens:,} tokens a rank), not {wanted}: the rest would "
+        f"queue and their first token come late. Lower workload.concurrency{smaller} or use more GPUs."
     )
 
 
@@ -200,6 +212,15 @@ def _chosen_splits(case: Case, choice: Choice | None) -> str | None:
     )
 
 
+def _backend_of_line(case: Case, choice: Choice | None) -> str | None:
+    assert choice is not None
+    line = version_line(case.trtllm.version)
+    known = line.fields["moe_config"]["backend"]
+    if choice.moe_backend in known:
+        return None
+    return f"TensorRT-LLM {line.line} has no MoE backend {choice.moe_backend}: choose {', '.join(known)}, or auto."
+
+
 def _warn_cut(case: Case, _: Choice | None) -> str | None:
     return f"{case.cut}." if case.cut else None
 
@@ -207,7 +228,9 @@ def _warn_cut(case: Case, _: Choice | None) -> str | None:
 def _warn_multi_node(case: Case, choice: Choice | None) -> str | None:
     assert choice is not None
     nodes = -(-choice.layout.tp // case.hw.num_devices)
-    return f"The instance spans {nodes} nodes: start tritonserver under trtllm-llmapi-launch on each." if nodes > 1 else None
+    if nodes == 1:
+        return None
+    return f"The instance spans {nodes} nodes: start tritonserver under trtllm-llmapi-launch on each."
 
 
 def _warn_idle(case: Case, choice: Choice | None) -> str | None:
@@ -215,7 +238,7 @@ def _warn_idle(case: Case, choice: Choice | None) -> str | None:
     ranks = choice.layout.cache_ranks
     if not case.concurrency or case.concurrency >= ranks:
         return None
-    return f"{case.concurrency} requests over {ranks} attention-DP ranks leave ranks idle: set parallel.attention_dp=false."
+    return f"{case.concurrency} requests over {ranks} attention-DP ranks leave ranks idle: parallel.attention_dp=false."
 
 
 def _warn_slo(case: Case, _: Choice | None) -> str | None:
@@ -223,6 +246,14 @@ def _warn_slo(case: Case, _: Choice | None) -> str | None:
     if slo.ttft_ms is None and slo.tpot_ms is None:
         return None
     return "slo.* is not predicted: slo.tpot_ms only chooses between attention DP and TP, slo.ttft_ms changes nothing."
+
+
+def _warn_balance(case: Case, choice: Choice | None) -> str | None:
+    assert choice is not None
+    line = version_line(case.trtllm.version)
+    if not choice.layout.attention_dp or "attention_dp_config" in line.fields:
+        return None
+    return f"TensorRT-LLM {line.line} does not balance attention-DP ranks, which gave 33 % on GB200: use 1.2."
 
 
 def _warn_hopper(case: Case, _: Choice | None) -> str | None:
@@ -257,10 +288,11 @@ def _warn_unknown_backend(case: Case, _: Choice | None) -> str | None:
     backend = case.trtllm.moe_backend
     if backend == "auto" or backend in MOE_SUPPORT:
         return None
-    return f"engine.trtllm.moe_backend={backend} is passed on unchecked: an unfit one falls back or stops in the engine."
+    return f"engine.trtllm.moe_backend={backend} is passed on unchecked: the engine may fall back or stop."
 
 
 REQUEST = (
+    Rule("version", _version, "pipeline/engines/trtllm/versions"),
     Rule("sm", _sm, f"{ISSUES} 18039; examples/models/core/deepseek_v3/README.md"),
     Rule("format", _format, f"{ISSUES} 2869 (FP4 before Blackwell)"),
     Rule("nvfp4_columns", _nvfp4_columns, "NVFP4 scales 16 values along K"),
@@ -274,6 +306,7 @@ REQUEST = (
 )
 RESULT = (
     Rule("splits", _chosen_splits, "whole heads, experts and scale blocks"),
+    Rule("backend_of_line", _backend_of_line, "pipeline/engines/trtllm/versions"),
     Rule("fits", _fits, "pipeline/planner/memory.py"),
     Rule("room", _room, "ai-dynamo/aiconfigurator issue 652: a batch above the cache queues silently"),
 )
@@ -282,8 +315,9 @@ WARNINGS = (
     Rule("multi_node", _warn_multi_node, "triton-inference-server/tensorrtllm_backend pull request 772"),
     Rule("idle", _warn_idle, f"{ISSUES} 3486: concurrency spreads over the ranks"),
     Rule("slo", _warn_slo, "no latency model yet"),
+    Rule("balance", _warn_balance, "NVIDIA/TensorRT-LLM tech_blog/blog10"),
     Rule("hopper", _warn_hopper, "pipeline/planner/memory.py"),
-    Rule("mtp_format", _warn_mtp_format, "TensorRT-LLM modeling_deepseekv3.py: the MTP layer of an NVFP4 checkpoint is BF16"),
+    Rule("mtp_format", _warn_mtp_format, "modeling_deepseekv3.py: the MTP layer of an NVFP4 checkpoint is BF16"),
     Rule("deepgemm", _warn_deepgemm, "NVIDIA/TensorRT-LLM pull request 13357"),
     Rule("mtp_crash", _warn_mtp_crash, f"{ISSUES} 17025"),
     Rule("unknown_backend", _warn_unknown_backend, "TensorRT-LLM get_moe_cls"),

@@ -20,10 +20,22 @@ def torch_deploy(case: Case) -> dict[str, Any]:
     """deploy.json of the torch engine: what `engine.torch` says, on one device."""
     engine = _engine(case)
     return {
-        "engine": "torch", "tp": 1, "ep": 1, "pp": 1, "attention_dp": False, "num_devices": 1, "instances_per_node": 1,
-        "max_batch_size": engine.max_batch_size, "max_num_tokens": engine.prefill_chunk,
-        "max_seq_len": engine.max_seq_len, "kv_cache_dtype": KV_NAME[engine.dtype], "tokens_per_block": engine.page_size,
-        "free_gpu_memory_fraction": None, "cuda_graph_max_batch_size": None, "mtp": 0, "moe_backend": None,
+        "engine": "torch",
+        "tp": 1,
+        "ep": 1,
+        "pp": 1,
+        "attention_dp": False,
+        "num_devices": 1,
+        "instances_per_node": 1,
+        "max_batch_size": engine.max_batch_size,
+        "max_num_tokens": engine.prefill_chunk,
+        "max_seq_len": engine.max_seq_len,
+        "kv_cache_dtype": KV_NAME[engine.dtype],
+        "tokens_per_block": engine.page_size,
+        "free_gpu_memory_fraction": None,
+        "cuda_graph_max_batch_size": None,
+        "mtp": 0,
+        "moe_backend": None,
     }
 
 
@@ -43,13 +55,13 @@ def torch_rules(case: Case) -> list[str]:
     total, visible = sum(torch_memory(case).values()), int(case.hw.memory_bytes)
     if total > visible:
         problems.append(
-            f"{case.config.model.name} takes {total:,} bytes ({total / GIB:.1f} GiB) in {engine.dtype} on one device, and "
-            f"hw={case.hw.name} has {visible:,} ({visible / GIB:.1f} GiB): use engine=trtllm on GPUs, or a smaller model."
+            f"{case.config.model.name} takes {total:,} bytes ({total / GIB:.1f} GiB) in {engine.dtype} on one device, "
+            f"and hw={case.hw.name} has {visible:,} ({visible / GIB:.1f} GiB): use engine=trtllm on GPUs."
         )
     if engine.max_seq_len > arch.max_position_embeddings:
         problems.append(
-            f"engine.torch.max_seq_len={engine.max_seq_len} exceeds the model's {arch.max_position_embeddings} positions: "
-            f"set {arch.max_position_embeddings} or less."
+            f"engine.torch.max_seq_len={engine.max_seq_len} exceeds the model's {arch.max_position_embeddings} "
+            f"positions: set {arch.max_position_embeddings} or less."
         )
     if (case.config.parallel.tp or 1) > 1 or case.config.parallel.pp > 1:
         problems.append("The torch engine uses one device: set parallel=auto, or engine=trtllm.")
@@ -63,8 +75,8 @@ def torch_warnings(case: Case) -> list[str]:
     engine, warnings = _engine(case), []
     tokens = case.config.workload.isl + case.config.workload.osl
     if tokens > engine.max_seq_len:
-        name = case.config.workload.name
-        warnings.append(f"Workload {name} asks for {tokens:,} tokens a request; the engine holds {engine.max_seq_len:,}.")
+        asked = f"Workload {case.config.workload.name} asks for {tokens:,} tokens a request"
+        warnings.append(f"{asked}; the engine holds {engine.max_seq_len:,}.")
     if case.concurrency and case.concurrency > engine.max_batch_size:
         warnings.append(f"{case.concurrency} requests at once on {engine.max_batch_size} slots: the rest will queue.")
     if case.config.parallel.attention_dp or (case.config.parallel.ep or 1) > 1:
@@ -78,7 +90,7 @@ def torch_decisions(case: Case) -> tuple[Decision, ...]:
     return (
         Decision("max_batch_size", engine.max_batch_size, "as configured", "engine.torch.max_batch_size"),
         Decision("max_seq_len", engine.max_seq_len, "as configured", "engine.torch.max_seq_len"),
-        Decision("weights", engine.dtype, f"{case.expert_format} experts are dequantised once, at load", "engine.torch.dtype"),
+        Decision("weights", engine.dtype, f"{case.expert_format} is dequantised once, at load", "engine.torch.dtype"),
     )
 
 

@@ -22,7 +22,7 @@ STAGE = Stage(
     version=1,
     config=("hw", "model.name", "model.checkpoint", "model.hf", "quant", "parallel", "workload", "slo", "engine"),
     reads_checkpoint="config",
-    code=("pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py"),
+    code=("pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py", "pipeline/engines/trtllm/versions"),
     run="pipeline.stages.plan:run",
 )
 

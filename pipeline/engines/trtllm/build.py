@@ -1,0 +1,82 @@
+"""Build for TensorRT-LLM: bind convert's checkpoint to the arguments and the environment it is to be served with.
+
+Since the TensorRT backend was removed (after 1.3.0rc20) there is no engine file: weights are loaded, kernels tuned and
+CUDA graphs captured when the server starts. What can be wrong before that is checked here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pipeline.core.errors import StageError
+from pipeline.core.jsonio import read_json, write_atomic, write_json
+from pipeline.core.stage import StageContext
+from pipeline.engines.trtllm import installed_version
+from pipeline.engines.trtllm.environment import environment
+from pipeline.engines.trtllm.llm_args import render, to_yaml
+from pipeline.engines.trtllm.versions import VersionLine, version_line
+
+__all__ = ["build", "link_tree"]
+
+
+def build(ctx: StageContext) -> None:
+    """Write llm_args.yaml, environment.json, checkpoint.json, checkpoint/ (hard links) and engine.json."""
+    assert ctx.config.engine.trtllm is not None
+    line = version_line(ctx.config.engine.trtllm.version)
+    deploy = read_json(ctx.inputs["plan"] / "deploy.json")
+    args = render(deploy, line)
+    files = link_tree(ctx.inputs["convert"], ctx.out / "checkpoint")
+    validated = _validate(args, ctx.out / "checkpoint", line)
+    write_atomic(ctx.out / "llm_args.yaml", to_yaml(args).encode())
+    write_json(ctx.out / "environment.json", environment(ctx.config, line))
+    write_json(ctx.out / "checkpoint.json", {"folder": "checkpoint", "files": files, "from": "convert"})
+    not_run = _not_run(validated, ctx.config.hw.title)
+    write_json(ctx.out / "engine.json", {
+        "kind": "trtllm", "line": line.line, "triton_containers": line.triton_containers,
+        "num_devices": deploy["num_devices"], "validated_by_engine": validated, "not_run": not_run,
+    })  # fmt: skip
+    ctx.progress.note(not_run)
+
+
+def link_tree(source: Path, target: Path) -> dict[str, int]:
+    """Hard-link every file below `source`; {name: bytes}. A checkpoint of hundreds of GB is never copied."""
+    sizes = {}
+    for file in sorted(path for path in source.rglob("*") if path.is_file()):
+        name = file.relative_to(source)
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(file, target / name)
+        except OSError as error:
+            raise StageError(
+                f"{name} cannot be hard-linked into the bundle ({error.strerror}), and a checkpoint is not copied: "
+                f"keep the whole store on one file system that has hard links (store.root)."
+            ) from error
+        sizes[name.as_posix()] = file.stat().st_size
+    return sizes
+
+
+def _validate(args: dict[str, Any], checkpoint: Path, line: VersionLine) -> bool:
+    """Let TensorRT-LLM's own model of the arguments judge them, where it is installed in the line's version."""
+    installed = installed_version()
+    if installed is None or not f"{installed}.".startswith(f"{line.line}."):
+        return False
+    # NOTE: imports torch and CUDA libraries, so only here and only when the version fits.
+    from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
+
+    try:
+        TorchLlmArgs(model=str(checkpoint), **args)
+    except ValueError as error:
+        raise StageError(f"TensorRT-LLM {installed} refuses the arguments: {error}") from error
+    return True
+
+
+def _not_run(validated: bool, hardware: str) -> str:
+    """One line on what this build did not do."""
+    if validated:
+        return f"Validated by TensorRT-LLM's TorchLlmArgs; not loaded or served on {hardware}."
+    return (
+        "Checked against this pipeline's data for the version line only: tensorrt_llm of that line is not installed, "
+        f"so its TorchLlmArgs did not judge, and nothing was loaded or served on {hardware}."
+    )

@@ -1,0 +1,236 @@
+"""triton_repo/llmapi without a server: requests, streaming, cancelling. pb_utils and tensorrt_llm are stand-ins."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests._utils import fake_tensorrt_llm
+
+CODE = Path(__file__).parents[2] / "triton_repo" / "llmapi" / "1"
+FINAL = 1
+CONFIG = {"model_transaction_policy": {"decoupled": True}, "max_batch_size": 0}
+
+
+@dataclass
+class Tensor:
+    label: str
+    array: np.ndarray
+
+    def name(self) -> str:
+        return self.label
+
+    def as_numpy(self) -> np.ndarray:
+        return self.array
+
+
+@dataclass
+class Response:
+    output_tensors: list[Tensor] = field(default_factory=list)
+    error: Any = None
+
+    def text(self) -> str:
+        return next(t.array[0] for t in self.output_tensors if t.label == "text_output").decode()
+
+
+@dataclass
+class Sender:
+    responses: list[Response] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+    gone: bool = False
+
+    def send(self, response: Response | None = None, flags: int = 0) -> None:
+        if response is not None:
+            self.responses.append(response)
+        if flags & FINAL:
+            assert not self.done.is_set(), "a second final response"
+            self.done.set()
+
+    def is_cancelled(self) -> bool:
+        return self.gone
+
+
+@dataclass
+class Request:
+    tensors: dict[str, np.ndarray]
+    ident: str = ""
+    sender: Sender = field(default_factory=Sender)
+
+    def get_response_sender(self) -> Sender:
+        return self.sender
+
+    def inputs(self) -> list[Tensor]:
+        return [Tensor(name, array) for name, array in self.tensors.items()]
+
+    def request_id(self) -> str:
+        return self.ident
+
+
+class TritonError(Exception):
+    UNAVAILABLE, CANCELLED, INVALID_ARG, INTERNAL = "UNAVAILABLE", "CANCELLED", "INVALID_ARG", "INTERNAL"
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def load_file(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, CODE / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def code(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """model.py, as Triton's stub would load it."""
+    backend = ModuleType("triton_python_backend_utils")
+    for name, value in {
+        "Tensor": Tensor, "InferenceResponse": Response, "TritonError": TritonError,
+        "TRITONSERVER_RESPONSE_COMPLETE_FINAL": FINAL,
+    }.items():  # fmt: skip
+        setattr(backend, name, value)
+    for name, module in {"triton_python_backend_utils": backend, "tensorrt_llm": fake_tensorrt_llm}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "sampling", None)
+    load_file("sampling")
+    return load_file("model")
+
+
+def arguments(folder: Path, config: dict[str, Any] = CONFIG, **settings: Any) -> dict[str, str]:
+    (folder / "1").mkdir(exist_ok=True)
+    policy = {"decoupled": True, "max_batch_size": 0}
+    settings = {"model": "checkpoint", "tensor_parallel_size": 2, "triton_config": policy} | settings
+    (folder / "1" / "model.yaml").write_text(yaml.safe_dump(settings))
+    return {"model_config": json.dumps(config), "model_repository": str(folder), "model_version": "1"}
+
+
+@pytest.fixture
+def model(code, tmp_path):
+    served = code.TritonPythonModel()
+    served.initialize(arguments(tmp_path))
+    yield served
+    served.finalize()
+    assert served._llm.down
+
+
+def text(value: str) -> np.ndarray:
+    return np.array([value.encode()], np.object_)
+
+
+def ask(prompt: str, ident: str = "", **inputs: Any) -> Request:
+    arrays = {name: value if isinstance(value, np.ndarray) else np.array([value]) for name, value in inputs.items()}
+    return Request({"text_input": text(prompt), **arrays}, ident)
+
+
+def answered(model: Any, request: Request) -> list[Response]:
+    model.execute([request])
+    assert request.sender.done.wait(5)
+    return request.sender.responses
+
+
+def test_the_engine_gets_model_yaml_without_what_concerns_triton(model, tmp_path):
+    assert model._llm.arguments == {"tensor_parallel_size": 2}
+    assert model._llm.model == str(tmp_path / "1" / "checkpoint")
+
+
+def test_one_response_without_streaming(model):
+    [response] = answered(model, ask("abc", return_finish_reason=True, return_cumulative_logprob=True))
+    outputs = {tensor.label: tensor.array[0] for tensor in response.output_tensors}
+    assert outputs == {"text_output": b"cba", "finish_reason": b"stop", "cumulative_logprob": -3.0}
+
+
+def test_streaming_sends_only_new_text(model):
+    responses = answered(model, ask("abc", streaming=True))
+    assert [response.text() for response in responses] == ["c", "b", "a", ""]
+
+
+def test_the_prompt_comes_first_when_asked_for(model):
+    [response] = answered(model, ask("abc", sampling_param_exclude_input_from_output=False))
+    assert response.text() == "abccba"
+
+
+def test_sampling_reaches_the_engine_under_its_own_names(code):
+    call = code.read_call({
+        "text_input": text("x"), "sampling_param_top_p": np.array([0.5], np.float32),
+        "sampling_param_seed": np.array([7], np.uint64), "sampling_param_stop": np.array([b"a", b"b"], np.object_),
+    })  # fmt: skip
+    assert call.sampling == {"top_p": 0.5, "seed": 7, "stop": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sentence"),
+    [
+        ({"sampling_param_max_tokens": 0}, "at least 1"),
+        ({"sampling_param_top_p": 1.5}, "at most 1"),
+        ({"sampling_param_temperature": -1.0}, "0 or above"),
+        ({"sampling_param_best_of": 2}, "one completion"),
+        ({"lora_name": text("x")}, "not served"),
+        ({"streaming": np.array([True, False])}, "send one"),
+        ({"text_input": text("")}, "empty"),
+        ({"text_input": np.array([[b"a"]], np.object_)}, "shape"),
+    ],
+)
+def test_refusals_are_sentences_and_invalid_arguments(model, inputs, sentence):
+    [response] = answered(model, ask("abc", **inputs))
+    assert response.error.code == "INVALID_ARG"
+    assert sentence in str(response.error)
+
+
+def test_a_failing_engine_answers_and_the_next_request_works(model):
+    [response] = answered(model, ask("boom"))
+    assert (str(response.error), response.error.code) == ("the engine failed", "INTERNAL")
+    assert answered(model, ask("ab"))[0].text() == "ba"
+
+
+def test_a_client_that_left_aborts_its_generation(model):
+    request = ask("slow" + "x" * 40, streaming=True)
+    model.execute([request])
+    while not request.sender.responses:
+        time.sleep(0.01)
+    request.sender.gone = True
+    assert request.sender.done.wait(2)
+    assert request.sender.responses[-1].error.code == "CANCELLED"
+    assert model._llm.results[-1].aborted
+
+
+def test_stop_with_the_same_id_cancels(model):
+    running, stop = ask("slow" + "x" * 40, ident="7"), ask("", ident="7", stop=True)
+    model.execute([running])
+    assert answered(model, stop)[0].text() == ""
+    assert running.sender.done.wait(2)
+    assert running.sender.responses[-1].error.code == "CANCELLED"
+
+
+def test_shutting_down_answers_what_still_runs(code, tmp_path):
+    served = code.TritonPythonModel()
+    served.initialize(arguments(tmp_path))
+    request = ask("slow" + "x" * 40)
+    served.execute([request])
+    time.sleep(0.05)
+    served.finalize()
+    assert request.sender.responses[-1].error.code == "UNAVAILABLE"
+
+
+def test_config_and_model_yaml_must_agree(code, tmp_path):
+    with pytest.raises(RuntimeError, match="make them equal"):
+        code.TritonPythonModel().initialize(arguments(tmp_path, {"max_batch_size": 0}))
+
+
+def test_a_missing_engine_is_named_with_the_way_out(code, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
+    with pytest.raises(RuntimeError, match=r"tensorrt_llm cannot be imported .*container"):
+        code.TritonPythonModel().initialize(arguments(tmp_path))

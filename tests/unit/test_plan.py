@@ -1,0 +1,200 @@
+"""The planner's arithmetic and choices, on public numbers and published measurements."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from pipeline.config.load import choices, load
+from pipeline.config.schema import Config
+from pipeline.core.errors import ConfigError
+from pipeline.models.arch import Arch
+from pipeline.planner.memory import GIB, Layout, kv_bytes_per_token, rank_memory
+from pipeline.planner.params import LINEAR_CLASSES, main_parts, num_params, stored_bytes
+from pipeline.planner.plan import Plan, make_plan
+from pipeline.planner.render import render
+
+R1 = load(["+hw=b200", "model=deepseek_r1"]).model.hf
+FP8 = dict.fromkeys((*LINEAR_CLASSES, "mtp"), "fp8_block")
+V1 = {"dense_mlp": "nvfp4", "shared_experts": "nvfp4", "routed_experts": "nvfp4"}
+V2 = V1 | {"o_proj": "nvfp4"}
+TINY = {
+    "model_type": "deepseek_v3", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512,
+    "moe_intermediate_size": 128, "num_hidden_layers": 5, "num_nextn_predict_layers": 1, "num_attention_heads": 4,
+    "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def plan(*overrides: str) -> Plan:
+    config: Config = load(list(overrides))
+    return make_plan(config, config.model.hf or TINY)
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        plan(*overrides)
+    return str(error.value)
+
+
+def memory(formats: dict[str, str], tp: int, ep: int, adp: bool, **changed: Any):
+    settings: dict[str, Any] = {
+        "kv_format": "fp8",
+        "mtp": 0,
+        "moe_backend": "TRTLLM",
+        "max_num_tokens": 8192,
+        "gpus_per_node": 8,
+        "visible": int(178.35 * GIB),
+        "fraction": 0.8,
+    }
+    return rank_memory(Arch.from_hf(R1), formats, Layout(tp, ep, adp), **settings | changed)
+
+
+def test_parameters_of_r1_are_exact():
+    assert num_params(main_parts(Arch.from_hf(R1))) == 671_026_419_200
+
+
+def test_fp8_checkpoint_of_r1_is_within_a_ten_thousandth_of_the_published_one():
+    published = 688_586_727_753  # total_size of model.safetensors.index.json
+    assert abs(sum(stored_bytes(Arch.from_hf(R1), FP8).values()) / published - 1) < 1e-4
+
+
+def test_nvfp4_checkpoint_of_r1():
+    assert 410e9 < sum(stored_bytes(Arch.from_hf(R1), V2).values()) < 420e9
+
+
+def test_kimi_k2_has_a_trillion_parameters():
+    hf = load(["+hw=b200", "model=kimi_k2"]).model.hf
+    assert round(num_params(main_parts(Arch.from_hf(hf))) / 1e9) == 1026
+
+
+def test_kv_bytes_of_a_token():
+    arch = Arch.from_hf(R1)
+    assert kv_bytes_per_token(arch, "fp8") == 35_136
+    assert kv_bytes_per_token(arch, "bf16") == 70_272
+    assert kv_bytes_per_token(arch, "fp8", mtp=1) == 35_712
+
+
+def test_r1_in_fp4_takes_75_to_80_gb_of_each_of_eight_gpus_under_attention_dp():
+    assert 75e9 < memory(V1, 8, 8, adp=True).loaded < 80e9
+
+
+@pytest.mark.parametrize(
+    ("formats", "tp", "ep", "mtp", "moe", "fraction", "tokens"),
+    [
+        (FP8, 8, 1, 0, "TRTLLM", 0.8, 2_123_433),
+        (FP8, 8, 1, 3, "TRTLLM", 0.8, 2_089_283),
+        (FP8, 8, 1, 0, "DEEPGEMM", 0.7, 961_616),
+        (V2, 8, 1, 0, "TRTLLM", 0.8, 2_917_306),
+        (V2, 8, 8, 0, "TRTLLM", 0.8, 2_860_536),
+        (V2, 4, 4, 0, "TRTLLM", 0.8, 1_805_335),
+    ],
+)
+def test_kv_tokens_agree_with_measured_starts(formats, tp, ep, mtp, moe, fraction, tokens):
+    """TensorRT-LLM on B200, logs of zufayu/ClaudeSkillsE2EPerf; it did not count the MTP layer's cache."""
+    found = memory(formats, tp, ep, adp=False, mtp=mtp, moe_backend=moe, fraction=fraction).kv_cache // 35_136
+    assert 0.95 < found / tokens < 1.005
+
+
+def test_kv_tokens_agree_with_a_measured_start_under_attention_dp():
+    found = memory(FP8, 8, 8, adp=True, mtp=1, moe_backend="DEEPGEMM", fraction=0.7).kv_cache // 35_136
+    assert 0.95 < found / 1_272_593 < 1.005
+
+
+def test_attention_tp_repeats_the_cache_and_attention_dp_the_weights():
+    tp, adp = memory(FP8, 8, 8, adp=False), memory(FP8, 8, 8, adp=True)
+    assert tp.kv_bytes_per_token == adp.kv_bytes_per_token
+    assert adp.weights["o_proj"] == 8 * tp.weights["o_proj"]
+    assert adp.weights["routed_experts"] == tp.weights["routed_experts"]
+    assert Layout(8, 8, False).cache_ranks == 1
+    assert Layout(8, 8, True).cache_ranks == 8
+
+
+@pytest.mark.parametrize("hw", ["b200", "b300", "gb200", "gb300"])
+def test_blackwell_plans_fp4_with_attention_dp(hw):
+    deploy = plan(f"+hw={hw}", "model=deepseek_r1").deploy
+    assert deploy["attention_dp"]
+    assert deploy["moe_backend"] == "CUTLASS"
+    assert deploy["cuda_graph_max_batch_size"] <= deploy["max_batch_size"]
+
+
+def test_h200_needs_the_node_and_h20_attention_tp():
+    h200, h20 = plan("+hw=h200", "model=deepseek_r1").deploy, plan("+hw=h20", "model=deepseek_r1").deploy
+    assert (h200["tp"], h200["ep"], h200["attention_dp"]) == (8, 8, True)
+    assert (h20["tp"], h20["attention_dp"]) == (8, False)
+
+
+def test_h100_is_refused_with_bytes_and_the_number_of_gpus_that_would_do():
+    text = refusal("+hw=h100", "model=deepseek_r1")
+    assert "bytes" in text and "79.2 GiB" in text and "16 GPUs" in text
+
+
+def test_latency_takes_nvidias_layout_and_three_drafts():
+    deploy = plan("+hw=b200", "model=deepseek_r1", "workload=latency").deploy
+    assert (deploy["tp"], deploy["ep"], deploy["attention_dp"], deploy["mtp"]) == (8, 2, False, 3)
+    assert (deploy["moe_backend"], deploy["max_batch_size"], deploy["stream_interval"]) == ("TRTLLM", 1, 1)
+
+
+def test_batch_and_tokens_are_per_rank_as_in_nvidias_recipe():
+    """1k/1k on four B200 at concurrency 256: NVIDIA's file says 64 and 1,216."""
+    deploy = plan("+hw=b200", "model=deepseek_r1", "workload.osl=1024", "workload.concurrency=256").deploy
+    assert (deploy["tp"], deploy["attention_dp"], deploy["mtp"]) == (4, True, 1)
+    assert (deploy["max_batch_size"], deploy["max_num_tokens"]) == (64, 1216)
+
+
+def test_fp8_on_blackwell_takes_deepgemm_only_under_attention_dp():
+    fp8 = ("+hw=b200", "model=deepseek_r1", "quant=fp8_block")
+    assert plan(*fp8, "workload.concurrency=256").deploy["moe_backend"] == "DEEPGEMM"
+    assert plan(*fp8, "workload.concurrency=8").deploy["moe_backend"] == "TRTLLM"
+
+
+def test_a_time_limit_per_token_turns_attention_dp_off():
+    deploy = plan("+hw=b200", "model=deepseek_r1", "workload.concurrency=128", "slo.tpot_ms=10").deploy
+    assert not deploy["attention_dp"]
+
+
+@pytest.mark.parametrize("hw", choices("hw"))
+def test_the_embedded_model_plans_everywhere(hw):
+    found = plan(f"+hw={hw}")
+    assert found.deploy["max_seq_len"] <= TINY["max_position_embeddings"]
+    assert found.precision["formats"].keys() == {*LINEAR_CLASSES, "mtp", "embed", "lm_head", "norm", "router"}
+
+
+def test_tiny_r1_on_eight_gpus_falls_back_to_attention_dp():
+    deploy = plan("+hw=h200", "parallel.tp=8").deploy
+    assert (deploy["tp"], deploy["ep"], deploy["attention_dp"]) == (8, 8, True)
+
+
+def test_the_torch_engine_keeps_its_own_limits():
+    deploy = plan("+hw=cpu", "engine.torch.max_batch_size=3").deploy
+    assert (deploy["engine"], deploy["max_batch_size"], deploy["tp"]) == ("torch", 3, 1)
+
+
+def test_the_command_line_wins_over_a_hardware_file():
+    config = load(["+hw=b200", "model=deepseek_r1", "quant=fp8_block", "engine=torch"])
+    assert (config.quant.name, config.engine.kind) == ("fp8_block", "torch")
+
+
+def test_every_decision_has_a_reason_and_the_report_prints():
+    report = plan("+hw=b200", "model=deepseek_r1").report
+    assert all(row["reason"] for row in report["decisions"])
+    text = "\n".join(render(report))
+    for word in ("routed_experts", "kv_cache", "max_batch_size", "178.35", "671,026,419,200"):
+        assert word in text
+    assert sum(row["bytes"] for row in report["memory"]["rows"]) == report["memory"]["visible"]
+
+
+def test_a_plan_is_the_same_twice():
+    assert plan("+hw=b200", "model=deepseek_r1") == plan("+hw=b200", "model=deepseek_r1")
+
+
+def test_planning_needs_no_torch():
+    code = (
+        "import sys; from pipeline.config.load import load; from pipeline.planner.plan import make_plan; "
+        "c = load(['+hw=b200', 'model=deepseek_r1']); make_plan(c, c.model.hf); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
