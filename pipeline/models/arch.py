@@ -79,9 +79,7 @@ class Arch:
                 f"groups hold {reachable}; lower num_experts_per_tok or fix topk_group and n_group."
             )
         if self.qk_rope_head_dim % 2:
-            raise ConfigError(
-                f"qk_rope_head_dim is {self.qk_rope_head_dim}; RoPE rotates pairs, so it must be even."
-            )
+            raise ConfigError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; RoPE rotates pairs, so it must be even.")
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Arch:

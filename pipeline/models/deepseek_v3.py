@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from pipeline.core.errors import ConfigError
@@ -215,8 +215,7 @@ class Decoder(nn.Module):
         self.arch = arch
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.layers = nn.ModuleList(
-            Layer(arch, i) if i < arch.num_hidden_layers else MtpLayer(arch, i)
-            for i in range(arch.num_stored_layers)
+            Layer(arch, i) if i < arch.num_hidden_layers else MtpLayer(arch, i) for i in range(arch.num_stored_layers)
         )
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
 
@@ -259,9 +258,7 @@ class DeepseekV3(nn.Module):
         return layer.shared_head(layer(joined, cos, sin))
 
 
-def build(
-    arch: Arch, state_dict: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
-) -> DeepseekV3:
+def build(arch: Arch, state_dict: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> DeepseekV3:
     """A model of `dtype` from a dequantised checkpoint; the router's bias stays float32, as shipped."""
     keep = "e_score_correction_bias"
     cast = {k: v.to(torch.float32 if k.endswith(keep) else dtype) for k, v in state_dict.items()}
