@@ -23,7 +23,7 @@ from pipeline.models.deepseek_v3 import DeepseekV3, build  # noqa: E402
 from plugins.topk_router.reference import route  # noqa: E402
 
 TINY_R1 = Path(__file__).parents[2] / "pipeline" / "data" / "tiny_r1"
-LOGIT_TOLERANCE = 2e-4  # float32 on both sides; logits are of the order of 10
+LOGIT_TOLERANCE = 2e-4  # float32 on both sides; logits reach 23, and 4e-5 was seen at 1100 tokens
 MAX_PERPLEXITY = 6.0  # per token; the model card measures 5.18 over all of the text
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
