@@ -14,6 +14,7 @@ The head of the queue is never overtaken, so a large request cannot starve. Page
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -153,12 +154,11 @@ class Scheduler:
         with self._work:
             if self._closed:
                 raise RuntimeError(self._closed)
-            # Guard: requests that a free slot will take in the next iteration are not "waiting" for the limit.
-            free_slots = max(self.limits.max_batch_size - len(self._active), 0)
-            if len(self._waiting) >= self.limits.max_queue + free_slots:
+            # Guard: a request that a free slot takes in the next iteration does not wait.
+            waiting = len(self._waiting) - (self.limits.max_batch_size - len(self._active))
+            if waiting >= self.limits.max_queue:
                 raise QueueFullError(
-                    f"{len(self._waiting)} requests wait already and serve.max_queue={self.limits.max_queue}; "
-                    "try again later"
+                    f"{waiting} requests wait already, of at most serve.max_queue={self.limits.max_queue}; try again later"
                 )
             self._waiting.append(request)
             self._work.notify()
@@ -200,6 +200,7 @@ class Scheduler:
             try:
                 self.iterate()
             except Exception as error:  # noqa: BLE001  whatever the engine raises, no request may hang
+                traceback.print_exc()
                 self._close(f"the engine failed ({type(error).__name__}: {error}); restart the server")
 
     def iterate(self) -> None:

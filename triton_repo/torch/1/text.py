@@ -67,9 +67,9 @@ class StopWords:
         if self.found:
             return ""
         text = self._held + text
-        if starts := [at for word in self._words if (at := text.find(word)) >= 0]:
+        if ends := [(at + len(word), at) for word in self._words if (at := text.find(word)) >= 0]:
             self.found, self._held = True, ""
-            return text[: min(starts)]
+            return text[: min(ends)[1]]  # the one complete first: so pieces of any size give the same text
         keep = max((_overlap(text, word) for word in self._words), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

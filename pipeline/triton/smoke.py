@@ -1,0 +1,132 @@
+"""Smoke: the contract checks against a server, then latency and throughput of concurrent streams, as smoke.json."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TextIO
+
+from pipeline.config.schema import Config, ServeConfig
+from pipeline.core.errors import ConfigError, StageError
+from pipeline.core.jsonio import write_json
+from pipeline.triton.check import check_repository
+from pipeline.triton.checks import CHECKS, Probe, Skipped
+from pipeline.triton.client import Client
+from pipeline.triton.http import Endpoint
+from pipeline.triton.server import start
+
+__all__ = ["smoke", "smoke_command"]
+
+Emit = Callable[[str], None]
+MARKS = {True: "ok", False: "FAILED", None: "skipped"}
+
+
+def smoke_command(config: Config, repository: Path, out: Path, emit: Emit, live: TextIO | None = sys.stdout) -> int:
+    """Check serve.url, or a server of our own on `repository`; 0 if every check holds. `out`: a file or a folder."""
+    model = entry(list(check_repository(repository)))
+    with _endpoint(config.serve, repository) as endpoint:
+        report = smoke(endpoint, model, config, emit, live)
+    path = out / "smoke.json" if out.is_dir() else out
+    write_json(path, report)
+    emit(f"{'passed' if report['passed'] else 'FAILED'}: {path}")
+    return 0 if report["passed"] else StageError.exit_code
+
+
+def smoke(endpoint: Endpoint, model: str, config: Config, emit: Emit, live: TextIO | None = None) -> dict[str, Any]:
+    """The report. Performance is measured only if every check holds."""
+    torch = config.engine.torch if config.engine.kind == "torch" else None
+    with Client(endpoint, model) as client:
+        probe = Probe(
+            client=client,
+            serve=config.serve,
+            room=(torch.max_seq_len if torch else 2048) // 2,
+            exact=torch is not None and torch.dtype == "float32",
+            live=live,
+        )
+        checks = [_run(check, probe, emit) for check in CHECKS]
+        passed = all(check["passed"] is not False for check in checks)
+        report: dict[str, Any] = {"model": model, "checks": checks, "passed": passed}
+        if passed:
+            report["performance"] = measure(probe)
+            emit(summary(report["performance"]))
+    return report
+
+
+def entry(models: list[str]) -> str:
+    """The model that clients talk to: the ensemble if there is one, else BLS, else the only one."""
+    for name in ("ensemble", "tensorrt_llm_bls"):
+        if name in models:
+            return name
+    if len(models) > 1:
+        raise ConfigError(f"The repository holds {', '.join(models)}: set serve.model_name and package one of them.")
+    return models[0]
+
+
+@contextlib.contextmanager
+def _endpoint(serve: ServeConfig, repository: Path) -> Iterator[Endpoint]:
+    if not serve.url:
+        with start(serve, repository) as server:
+            yield server.endpoint
+        return
+    host, _, port = serve.url.removeprefix("http://").rstrip("/").rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"serve.url={serve.url} must be HOST:PORT of Triton's HTTP service, such as 127.0.0.1:8000.")
+    yield Endpoint(host, int(port), serve.grpc_port, serve.metrics_port)
+
+
+def _run(check: Callable[[Probe], str], probe: Probe, emit: Emit) -> dict[str, Any]:
+    begin, passed = time.perf_counter(), True
+    try:
+        detail = check(probe)
+    except Skipped as reason:
+        passed, detail = None, str(reason)
+    except Exception as error:  # noqa: BLE001  whatever goes wrong is this check's result
+        passed, detail = False, str(error) or type(error).__name__
+    emit(f"  {MARKS[passed]:8} {check.__name__:17} {detail}")
+    return {"name": check.__name__, "passed": passed, "detail": detail, "seconds": round(time.perf_counter() - begin, 3)}
+
+
+def measure(probe: Probe) -> dict[str, Any]:
+    """Time to first token, time per output token and tokens a second of serve.smoke_requests streams at once."""
+    options = probe.greedy | ({"ignore_eos": True} if probe.has("ignore_eos") else {})
+    options |= {"count_tokens": True} if probe.has("count_tokens") else {}
+
+    def one(_: int) -> tuple[list[float], int]:
+        with probe.client.stream(probe.serve.smoke_prompt, **options) as stream:
+            times = [chunk.seconds for chunk in stream if chunk.text]
+        return times, stream.tokens or len(times)
+
+    requests = probe.serve.smoke_requests
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(requests) as pool:
+        streams = list(pool.map(one, range(requests)))
+    seconds, tokens = time.perf_counter() - begin, sum(count for _, count in streams)
+    return {
+        "requests": requests,
+        "tokens": tokens,
+        "seconds": round(seconds, 4),
+        "tokens_per_second": round(tokens / seconds, 2),
+        "ttft_ms": _spread([times[0] for times, _ in streams if times]),
+        "tpot_ms": _spread([(times[-1] - times[0]) / (count - 1) for times, count in streams if times and count > 1]),
+    }
+
+
+def summary(performance: dict[str, Any]) -> str:
+    """One line for the terminal."""
+    ttft, tpot = performance["ttft_ms"], performance["tpot_ms"]
+    return (
+        f"  {performance['requests']} streams at once: {performance['tokens_per_second']:.1f} tokens/s, "
+        f"first token {ttft['median']:.0f} ms (p99 {ttft['p99']:.0f}), each further {tpot['median']:.1f} ms (p99 {tpot['p99']:.1f})"
+    )
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    """Median and 99th percentile (the largest, below 100 values), in milliseconds."""
+    ordered = sorted(seconds) or [0.0]
+    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {"median": round(statistics.median(ordered) * 1e3, 3), "p99": round(p99 * 1e3, 3)}

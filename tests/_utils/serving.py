@@ -1,0 +1,81 @@
+"""Helpers of the serving tests: the modules of triton_repo/torch/1, a byte tokenizer and a repository of the test double."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from pipeline.config.schema import Config, EngineConfig, ModelConfig, ServeConfig, TorchEngineConfig
+from pipeline.core.stage import StageContext
+from pipeline.stages import package
+
+MODEL_CODE = Path(__file__).resolve().parents[2] / "triton_repo" / "torch" / "1"
+FAKE_RUNTIME = Path(__file__).with_name("fake_runtime.py")
+if str(MODEL_CODE) not in sys.path:
+    sys.path.append(str(MODEL_CODE))
+
+INFO: dict[str, Any] = {
+    "vocab_size": 258, "max_batch_size": 4, "max_seq_len": 256, "page_size": 8, "num_pages": 97, "prefill_chunk": 16,
+    "expanded_from": 64, "eos_token_ids": [4], "bos_token_id": 256, "dtype": "float32", "device": "cpu",
+}  # fmt: skip
+
+
+@dataclass
+class Quiet:
+    """A `Progress` that keeps its notes."""
+
+    notes: list[str] = field(default_factory=list)
+
+    def start(self, total: int, unit: str) -> None: ...
+
+    def advance(self, amount: int = 1) -> None: ...
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def write_byte_tokenizer(path: Path) -> None:
+    """One token a byte (id = byte), 256 = BOS, 257 = <think>, which is added but not special."""
+    from text import _byte_chars
+
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_chars())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<｜begin▁of▁sentence｜>")])
+    tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    tokenizer.save(str(path))
+
+
+def write_fake_engine(folder: Path, **info: Any) -> Path:
+    """An engine folder of the test double."""
+    folder.mkdir(parents=True)
+    (folder / "engine.json").write_text(json.dumps(INFO | info))
+    write_byte_tokenizer(folder / "tokenizer.json")
+    return folder
+
+
+def serve_config(**serve: Any) -> Config:
+    """A config of the torch engine with free ports."""
+    settings = {"name": "test", "http_port": 0, "grpc_port": 0, "metrics_port": 0, "ready_timeout": 30.0} | serve
+    return Config(
+        engine=EngineConfig(kind="torch", torch=TorchEngineConfig(max_seq_len=INFO["max_seq_len"])),
+        model=ModelConfig(name="fake_r1"),
+        serve=ServeConfig(**settings),
+    )
+
+
+def package_engine(engine: Path, out: Path, config: Config, runtime: Path | None = None) -> Path:
+    """Run the package stage; `runtime` replaces the repository's runtime.py."""
+    out.mkdir(parents=True)
+    package.run(StageContext(config=config, inputs={"engine": engine}, checkpoint=engine, out=out, progress=Quiet()))
+    if runtime:
+        [version] = (out / "repository").glob("*/1")
+        (version / "runtime.py").unlink(missing_ok=True)
+        shutil.copyfile(runtime, version / "runtime.py")
+    return out / "repository"
