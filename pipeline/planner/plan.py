@@ -103,6 +103,10 @@ def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
     layout = choice.layout
     return {
         "engine": "trtllm",
+        "hardware": case.hw.title,
+        "sm": case.hw.sm,
+        "expert_format": case.expert_format,
+        "isl": case.isl,
         "tp": layout.tp,
         "ep": layout.ep,
         "pp": 1,

@@ -133,10 +133,10 @@ def test_unknown_version_lists_the_known_ones():
 
 
 def test_environment_names_reasons_and_leaves_out_defaults():
-    h200 = config_of("+hw=h200", "model=deepseek_r1", "workload.isl=8192")
+    h200 = deploy_of("+hw=h200", "model=deepseek_r1", "workload.isl=8192")
     names = {row["name"] for row in environment(h200, version_line("1.1"))}
     assert names == {"TRTLLM_ENABLE_PDL", "TRTLLM_DG_JIT_USE_NVCC", "PYTORCH_ALLOC_CONF"}
-    assert environment(config_of(*R1_B200), version_line("1.2")) == []
+    assert environment(deploy_of(*R1_B200), version_line("1.2")) == []
     assert all(row["reason"] and row["source"] for row in environment(h200, version_line("1.0")))
 
 

@@ -30,9 +30,9 @@ def build(ctx: StageContext) -> None:
     files = link_tree(ctx.inputs["convert"], ctx.out / "checkpoint")
     validated = _validate(args, ctx.out / "checkpoint", line)
     write_atomic(ctx.out / "llm_args.yaml", to_yaml(args).encode())
-    write_json(ctx.out / "environment.json", environment(ctx.config, line))
+    write_json(ctx.out / "environment.json", environment(deploy, line))
     write_json(ctx.out / "checkpoint.json", {"folder": "checkpoint", "files": files, "from": "convert"})
-    not_run = _not_run(validated, ctx.config.hw.title)
+    not_run = _not_run(validated, deploy["hardware"])
     write_json(ctx.out / "engine.json", {
         "kind": "trtllm", "line": line.line, "triton_containers": line.triton_containers,
         "num_devices": deploy["num_devices"], "validated_by_engine": validated, "not_run": not_run,

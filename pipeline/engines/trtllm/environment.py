@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from pipeline.config.schema import Config
 from pipeline.engines.trtllm.versions import VersionLine
 
 __all__ = ["environment"]
@@ -17,20 +17,20 @@ class Variable:
 
     name: str
     value: str
-    when: Callable[[Config], bool]
+    when: Callable[[dict[str, Any]], bool]
     reason: str
     source: str
 
 
-def _hopper_fp8(config: Config) -> bool:
-    return config.hw.sm == 90 and config.quant.routed_experts == "fp8_block"
+def _hopper_fp8(deploy: dict[str, Any]) -> bool:
+    return deploy["sm"] == 90 and deploy["expert_format"] == "fp8_block"
 
 
 VARIABLES = (
     Variable(
         "TRTLLM_ENABLE_PDL",
         "1",
-        lambda config: (config.hw.sm or 0) >= 90,
+        lambda deploy: deploy["sm"] >= 90,
         "kernels start while the one before them ends: 173 instead of 168 tokens a second at batch 1",
         "NVIDIA/TensorRT-LLM tech_blog/blog1",
     ),
@@ -44,17 +44,17 @@ VARIABLES = (
     Variable(
         "PYTORCH_ALLOC_CONF",
         "max_split_size_mb:8192",
-        lambda config: config.hw.sm == 90 and config.workload.isl >= 8192,
+        lambda deploy: deploy["sm"] == 90 and deploy["isl"] >= 8192,
         "long prompts fragmented the allocator on H200 until memory ran out",
         "NVIDIA/TensorRT-LLM deployment guide for DeepSeek-R1",
     ),
 )
 
 
-def environment(config: Config, line: VersionLine) -> list[dict[str, str]]:
+def environment(deploy: dict[str, Any], line: VersionLine) -> list[dict[str, str]]:
     """What to set beyond what the line does by itself."""
     return [
         {"name": variable.name, "value": variable.value, "reason": variable.reason, "source": variable.source}
         for variable in VARIABLES
-        if variable.when(config) and line.environment_defaults.get(variable.name) != variable.value
+        if variable.when(deploy) and line.environment_defaults.get(variable.name) != variable.value
     ]

@@ -1,4 +1,4 @@
-"""From a request's tensors to a call of `tensorrt_llm.LLM.generate_async`, under the names of upstream's llmapi model."""
+"""From a request's tensors to a call of `LLM.generate_async`, under the names of upstream's llmapi model."""
 
 from __future__ import annotations
 
