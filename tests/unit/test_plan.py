@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pipeline
 from pipeline.config.load import choices, load
 from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
+from pipeline.core.jsonio import read_json
 from pipeline.models.arch import Arch
 from pipeline.planner.memory import GIB, Layout, kv_bytes_per_token, rank_memory
 from pipeline.planner.params import LINEAR_CLASSES, main_parts, num_params, stored_bytes
@@ -21,13 +24,8 @@ R1 = load(["+hw=b200", "model=deepseek_r1"]).model.hf
 FP8 = dict.fromkeys((*LINEAR_CLASSES, "mtp"), "fp8_block")
 V1 = {"dense_mlp": "nvfp4", "shared_experts": "nvfp4", "routed_experts": "nvfp4"}
 V2 = V1 | {"o_proj": "nvfp4"}
-TINY = {
-    "model_type": "deepseek_v3", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512,
-    "moe_intermediate_size": 128, "num_hidden_layers": 5, "num_nextn_predict_layers": 1, "num_attention_heads": 4,
-    "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
-    "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "max_position_embeddings": 2048,
-}  # fmt: skip
+TINY_FOLDER = Path(pipeline.__file__).parent / "data" / "tiny_r1"
+TINY = read_json(TINY_FOLDER / "config.json")
 
 
 def plan(*overrides: str) -> Plan:
@@ -61,6 +59,11 @@ def test_parameters_of_r1_are_exact():
 def test_fp8_checkpoint_of_r1_is_within_a_ten_thousandth_of_the_published_one():
     published = 688_586_727_753  # total_size of model.safetensors.index.json
     assert abs(sum(stored_bytes(Arch.from_hf(R1), FP8).values()) / published - 1) < 1e-4
+
+
+def test_bytes_of_the_embedded_checkpoint_are_exact():
+    index = read_json(TINY_FOLDER / "model.safetensors.index.json")
+    assert sum(stored_bytes(Arch.from_hf(TINY), FP8).values()) == index["metadata"]["total_size"]
 
 
 def test_nvfp4_checkpoint_of_r1():
