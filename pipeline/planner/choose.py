@@ -88,7 +88,7 @@ def choose(case: Case) -> Choice:
     if chosen.layout.attention_dp != prefer and chosen.layout.tp > 1:
         reason, source = f"{reason}, but only attention {'DP' if not prefer else 'TP'} leaves room for the cache", ""
     decisions = (
-        Decision("layout", str(chosen.layout), _layout_reason(case, chosen), RECIPES),
+        Decision("layout", str(chosen.layout), _layout_reason(case, chosen), "pipeline/planner/choose.py"),
         Decision("attention_dp", chosen.layout.attention_dp, reason if chosen.layout.tp > 1 else "one GPU", source),
         *chosen.decisions,
     )
