@@ -1,6 +1,6 @@
 """What `plan` decides for TensorRT-LLM, each with its reason and where that comes from.
 
-The smallest number of GPUs of one node that leaves room for the cache; attention data parallelism for many requests at
+All GPUs of one node that divide the model (a repository holds one instance); attention data parallelism for many requests at
 once, tensor parallelism for few; then the batch and token limits of one rank, which depend on each other.
 The "recipes" are the configurations that NVIDIA publishes for DeepSeek-R1, in the folder that `RECIPES` names.
 """
@@ -145,9 +145,7 @@ def _attention_splits(case: Case, tp: int) -> bool:
 def _candidates(case: Case, prefer_adp: bool) -> list[Layout]:
     """Layouts in order of preference; what the configuration fixes is fixed."""
     asked = case.config.parallel
-    counts = [asked.tp] if asked.tp else gpu_counts(case.hw.num_devices)
-    if not asked.tp and not prefer_adp and case.concurrency and case.concurrency <= LOW_CONCURRENCY:
-        counts = counts[::-1]
+    counts = [asked.tp] if asked.tp else gpu_counts(case.hw.num_devices)[::-1]
     modes = [asked.attention_dp] if asked.attention_dp is not None else [prefer_adp, not prefer_adp]
     layouts = [layout for adp in modes for tp in counts if (layout := _layout(case, tp, adp and tp > 1))]
     return layouts or [Layout(1, 1, False)]
@@ -233,9 +231,9 @@ def _layout_reason(case: Case, choice: Choice) -> str:
         return "asked for: parallel.tp"
     if case.concurrency and case.concurrency <= LOW_CONCURRENCY and not choice.layout.attention_dp:
         return f"{_requests(case)}: for latency, all GPUs of the node that divide the model"
-    copies = case.hw.num_devices // choice.layout.tp
-    more = f"; {copies} such instances fill the node" if copies > 1 else ""
-    return f"fewest GPUs with room for the cache{more}"
+    idle = case.hw.num_devices - choice.layout.tp
+    more = f"; {idle} stay idle: the model divides no further" if idle else ""
+    return f"all GPUs of the node, whose caches add up{more}"
 
 
 def _limits(case: Case, layout: Layout, batch: int, tokens: int) -> tuple[Decision, ...]:

@@ -26,7 +26,10 @@ def heldout_file(checkpoint: Path, named: str | None) -> Path | None:
 
 
 def windows_of(text: Path, tokenizer: Path, arch: Arch, *, tokens: int, window: int) -> list[list[int]]:
-    """Token ids in windows of at most `window`, each begun by the BOS token; at most `tokens` in all."""
+    """Token ids in windows of at most `window`, each begun by the BOS token; at most `tokens` in all.
+
+    The windows are spread evenly over the text, so that all of its kinds of prose and code are heard.
+    """
     from tokenizers import Tokenizer
 
     if not tokenizer.is_file():
@@ -38,7 +41,7 @@ def windows_of(text: Path, tokenizer: Path, arch: Arch, *, tokens: int, window: 
     step = max(1, window - len(start))
     pieces = [start + ids[at : at + step] for at in range(0, len(ids), step)]
     room = max(1, tokens // window)
-    chosen = [piece for piece in pieces[:room] if len(piece) > 1]
+    chosen = [piece for piece in pieces[:: max(1, len(pieces) // room)][:room] if len(piece) > 1]
     if not chosen:
         raise ConfigError(f"{text} holds {len(ids)} tokens, too few to predict any: give a longer text as verify.text.")
     return chosen

@@ -98,7 +98,7 @@ def test_agrees_with_nvidias_recipe_for_256_requests_on_four_b200():
         "speculative_config": {"decoding_type": "MTP", "max_draft_len": 1},
         "tensor_parallel_size": 4, "moe_expert_parallel_size": 4, "max_num_tokens": 1216, "max_seq_len": 2304,
     }  # fmt: skip
-    deploy = deploy_of(*R1_B200, "quant=nvfp4_v2", "workload.osl=1024", "workload.concurrency=256")
+    deploy = deploy_of(*R1_B200, "quant=nvfp4_v2", "workload.osl=1024", "workload.concurrency=256", "parallel=adp4_ep4")
     args = render(deploy, version_line("1.3"))
     assert {name: args[name] for name in recipe} == recipe
 
@@ -144,7 +144,7 @@ def test_build_links_the_checkpoint_and_says_what_was_not_run(built):
     linked = built.out / "checkpoint" / "model-00001-of-00001.safetensors"
     assert linked.samefile(built.inputs["convert"] / linked.name)
     assert read_json(built.out / "checkpoint.json")["files"] == {linked.name: 7, "sub/config.json": 2}
-    assert yaml.safe_load((built.out / "llm_args.yaml").read_text())["tensor_parallel_size"] == 4
+    assert yaml.safe_load((built.out / "llm_args.yaml").read_text())["tensor_parallel_size"] == 8
     engine = read_json(built.out / "engine.json")
     assert engine["validated_by_engine"] is False
     assert "nothing was loaded or served on NVIDIA B200" in engine["not_run"]

@@ -1,0 +1,109 @@
+"""The main job as a user runs it: build, build again, change a leaf, kill it, build for hardware that is not here."""
+
+import json
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+import yaml
+
+from tests.conftest import Workspace
+
+FAST = ("+hw=cpu", "engine.torch.compiler=export", "verify.tokens=512")
+"""The same graph without the C++ compiler: seconds instead of minutes."""
+
+
+def test_the_build_leaves_a_repository_and_manifests(cpu_build: Workspace) -> None:
+    repository = cpu_build.latest("package") / "repository"
+    assert [path.name for path in repository.iterdir()] == ["tiny_r1"]
+    assert (repository / "tiny_r1/config.pbtxt").is_file() and (repository / "tiny_r1/1/model.py").is_file()
+    for stage in ("plan", "convert", "verify", "engine", "package"):
+        manifest = json.loads((cpu_build.latest(stage).parent / "manifest.json").read_text())
+        assert {"key", "parts", "outputs", "digest", "seconds", "peak_memory_bytes", "config", "finished"} <= manifest.keys()
+        assert manifest["parts"]["stage"] == stage and manifest["outputs"] and manifest["seconds"] > 0
+
+
+def test_a_second_build_is_a_no_op_in_under_a_second(cpu_build: Workspace) -> None:
+    seconds = []
+    for _ in range(3):
+        started = time.monotonic()
+        done = cpu_build.run("build", "+hw=cpu")
+        seconds.append(time.monotonic() - started)
+        assert done.code == 0 and done.out.count("up to date") == 5, done.out
+    assert min(seconds) < 1.0, seconds
+
+
+def test_explain_says_what_a_changed_leaf_does(cpu_build: Workspace) -> None:
+    done = cpu_build.run("explain", "+hw=cpu", "engine.torch.page_size=16", "--json")
+    result = done.events()[-1]
+    status = {stage["stage"]: stage["status"] for stage in result["stages"]}
+    assert status["convert"] == status["verify"] == "up to date"
+    assert status["engine"] == status["package"] == "would run"
+    reason = next(stage["reason"] for stage in result["stages"] if stage["stage"] == "engine")
+    assert "engine.torch.page_size was 32, is 16" in reason
+
+
+def test_verify_shows_its_table(cpu_build: Workspace) -> None:
+    done = cpu_build.run("verify", "+hw=cpu", "--json")
+    report = done.events()[-1]["report"]
+    assert done.code == 0 and report["gate"]["passed"] is True
+    assert report["logits"]["top1"] == 1.0, "fp8_block is passed through byte for byte"
+
+
+def test_the_gate_refuses_with_its_own_exit_code(workspace: Workspace) -> None:
+    done = workspace.run("verify", "+hw=cpu", "quant=nvfp4", "verify.max_kl=0.000001", "verify.tokens=512")
+    assert done.code == 4, done.out + done.err
+    assert "verify.max_kl" in done.err and "Traceback" not in done.err
+    again = workspace.run("verify", "+hw=cpu", "quant=nvfp4", "verify.max_kl=10", "verify.max_ppl_ratio=10", "verify.min_top1=0", "verify.tokens=512")
+    assert again.code == 0, again.err
+    assert "[convert] up to date" in again.out, "a failed gate costs no hours: the conversion is kept"
+
+
+def test_killed_at_random_moments_the_build_ends_with_the_same_bytes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """20 x kill -9 at random moments, then one build: digests as undisturbed, nothing half-visible in between."""
+    calm, harried = (Workspace(tmp_path_factory.mktemp(name)) for name in ("calm", "harried"))
+    assert calm.run("build", *FAST).code == 0
+    moments = random.Random(20).choices([moment / 20 for moment in range(2, 100)], k=20)
+    for moment in moments:
+        process = subprocess.Popen(harried.command("build", *FAST), cwd=harried.folder, env=harried.env(), stdout=subprocess.DEVNULL)
+        time.sleep(moment)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        for manifest in harried.store.glob("results/*/*/manifest.json"):
+            described = json.loads(manifest.read_text())["outputs"]
+            assert all((manifest.parent / "out" / name).stat().st_size == entry["size"] for name, entry in described.items())
+    done = harried.run("build", *FAST)
+    assert done.code == 0, done.out + done.err
+    assert harried.digests() == calm.digests()
+    assert not any((harried.store / "work").glob("*/*")), "nothing is left behind"
+
+
+@pytest.mark.parametrize(("hw", "algorithm"), [("b200", "NVFP4"), ("h200", None)])
+def test_builds_for_gpus_that_are_not_here(workspace: Workspace, hw: str, algorithm: str | None) -> None:
+    done = workspace.run("build", f"+hw={hw}", "verify.tokens=512")
+    assert done.code == 0, done.out + done.err
+    assert "not run here:" in done.out
+    checkpoint = workspace.latest("convert")
+    config = json.loads((checkpoint / "config.json").read_text())
+    if algorithm:
+        assert json.loads((checkpoint / "hf_quant_config.json").read_text())["quantization"]["quant_algo"] == algorithm
+    else:
+        assert config["quantization_config"]["quant_method"] == "fp8"
+    args = yaml.safe_load((workspace.latest("engine") / "llm_args.yaml").read_text())
+    assert args["backend"] == "pytorch" if "backend" in args else True
+    assert args["tensor_parallel_size"] >= 1
+    model = next((workspace.latest("package") / "repository").iterdir())
+    assert (model / "config.pbtxt").is_file() and (model / "1/model.py").is_file()
+
+
+def test_a_model_without_a_checkpoint_is_planned_but_not_built(workspace: Workspace) -> None:
+    assert workspace.run("plan", "+hw=b200", "model=deepseek_r1").code == 0
+    done = workspace.run("build", "+hw=b200", "model=deepseek_r1")
+    assert done.code == 2 and "checkpoint=DIR" in done.err
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(workspace: Workspace) -> None:
+    done = workspace.run("build", "+hw=cpu", f"checkpoint={workspace.folder}")
+    assert done.code == 2 and "config.json" in done.err and "Traceback" not in done.err
