@@ -82,18 +82,20 @@ def _version(distribution: str) -> str | None:
 def _tools() -> Iterator[Finding]:
     compiler = next((name for name in (os.environ.get("CXX"), "g++", "clang++") if name and shutil.which(name)), None)
     yield Finding("tool", "c++ compiler", compiler is not None, _first_line([compiler, "--version"]) if compiler else "not found", "apt-get install g++: without it engine=torch is interpreted, not compiled")
-    server = _tritonserver()
-    yield Finding("tool", "tritonserver", server is not None, server or "not found", "pip install 'r1-pipeline[server]' (Linux, Python 3.11 or 3.12)")
+    yield _tritonserver()
 
 
-def _tritonserver() -> str | None:
-    from pipeline.core.errors import PipelineError
+def _tritonserver() -> Finding:
+    from pipeline.config.schema import ServeConfig
+    from pipeline.core.errors import MissingToolError
     from pipeline.triton.server import find_server
 
     try:
-        return str(find_server(None).description)
-    except PipelineError:
-        return None
+        found = find_server(ServeConfig())
+    except MissingToolError as error:
+        return Finding("tool", "tritonserver", False, "not usable", " ".join(str(error).split()))
+    detail = "python backend, from the nvidia-pytriton wheel" if found.backend_files else str(found.executable)
+    return Finding("tool", "tritonserver", True, detail)
 
 
 def _gpus() -> Iterator[Finding]:

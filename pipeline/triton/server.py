@@ -84,7 +84,7 @@ def find_server(config: ServeConfig) -> Installation:
         return _wheel(Path(str(spec.origin)).parent / "tritonserver" / "bin" / "tritonserver")
     raise MissingToolError(
         f"No tritonserver was found: not on PATH, not at {CONTAINER_PATH}, and nvidia-pytriton is not installed here.\n"
-        f"Run inside nvcr.io/nvidia/tritonserver, or on a CPU: {INSTALL_LINE}"
+        f"Run inside NVIDIA's tritonserver container, or on a CPU: {INSTALL_LINE}"
     )
 
 
