@@ -54,11 +54,13 @@ def engine(options: Options, console: Console) -> int:
 
 def package(options: Options, console: Console) -> int:
     """The whole way to a model repository (`package` and `build`)."""
-    result = _build(options, console, "package")["package"]
+    results = _build(options, console, "package")
+    result = results["package"]
+    not_run = read_json(results["engine"].out / "engine.json").get("not_run")
     console.line(f"model repository: {result.out / 'repository'}")
-    for note in read_json(result.out / "package.json").get("notes", []):
-        console.line(f"not run here: {note}")
-    console.result({"stage": "package", "folder": str(result.out), "digest": result.digest()})
+    if not_run:
+        console.line(f"not run here: {not_run}")
+    console.result({"stage": "package", "folder": str(result.out), "digest": result.digest(), "not_run_here": not_run})
     return 0
 
 
