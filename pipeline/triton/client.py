@@ -72,7 +72,7 @@ class Stream(Iterator[Chunk]):
 
     def __next__(self) -> Chunk:
         try:
-            while "text_output" not in (outputs := _outputs_of(next(self._call))):
+            while "text_output" not in (outputs := self._outputs(next(self._call))):
                 pass  # an empty response may say that the stream is over
         except grpc.RpcError as error:
             raise TritonError(0, _rpc_sentence(error)) from None
@@ -82,6 +82,15 @@ class Stream(Iterator[Chunk]):
         if self._cumulative:
             text, self._seen = text[len(self._seen) :], text
         return Chunk(text, time.perf_counter() - self._begin)
+
+    def _outputs(self, message: service_pb2.ModelStreamInferResponse) -> dict[str, bytes]:
+        """Raw outputs of one response by name."""
+        if message.error_message:
+            # Guard: let the server end the call. Cancelled just now, Triton 2.51 may keep the model loaded until it is killed.
+            list(self._call)
+            raise TritonError(200, message.error_message)
+        response = message.infer_response
+        return {output.name: raw for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)}
 
     def cancel(self) -> None:
         """Tell the server that nobody listens any more."""
@@ -182,14 +191,6 @@ def _array(value: Any, kind: str) -> np.ndarray:
 
 def _raw(array: np.ndarray, kind: str) -> bytes:
     return bytes(serialize_byte_tensor(array).item()) if kind == "BYTES" and array.size else array.tobytes()
-
-
-def _outputs_of(message: service_pb2.ModelStreamInferResponse) -> dict[str, bytes]:
-    """Raw outputs of one streamed response by name."""
-    if message.error_message:
-        raise TritonError(200, message.error_message)
-    response = message.infer_response
-    return {output.name: raw for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)}
 
 
 def _rpc_sentence(error: grpc.RpcError) -> str:

@@ -102,6 +102,8 @@ class Endpoint:
             reply: HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
         except urllib.error.HTTPError as error:
             raise TritonError(error.code, _sentence(error.read())) from None
+        except TimeoutError:
+            raise TritonError(0, f"no answer from {path} within {timeout:g} s") from None
         return reply
 
 

@@ -36,7 +36,8 @@ __all__ = ["Installation", "Server", "find_server", "serve_command", "start"]
 CONTAINER_PATH = Path("/opt/tritonserver/bin/tritonserver")
 INSTALL_LINE = "pip install --no-deps nvidia-pytriton==0.7.0 'numpy<2'"
 POLL = 0.05
-EXIT_TIMEOUT = 10
+EXIT_TIMEOUT = 5
+"""Seconds that requests in flight get when the server is told to stop."""
 HARMLESS = ("CudaDriverHelper has not been initialized", "unable to create stream for ensemble", "NVML", "DCGM", "pinned_memory")
 """Error lines that every start without a GPU prints."""
 

@@ -48,7 +48,7 @@ def smoke(endpoint: Endpoint, model: str, config: Config, emit: Emit, live: Text
             exact=torch is not None and torch.dtype == "float32",
             live=live,
         )
-        checks = [_run(check, probe, emit) for check in CHECKS]
+        checks = _run_all(probe, emit)
         passed = all(check["passed"] is not False for check in checks)
         report: dict[str, Any] = {"model": model, "checks": checks, "passed": passed}
         if passed:
@@ -77,6 +77,17 @@ def _endpoint(serve: ServeConfig, repository: Path) -> Iterator[Endpoint]:
     if not host or not port.isdigit():
         raise ConfigError(f"serve.url={serve.url} must be HOST:PORT of Triton's HTTP service, such as 127.0.0.1:8000.")
     yield Endpoint(host, int(port), serve.grpc_port, serve.metrics_port)
+
+
+def _run_all(probe: Probe, emit: Emit) -> list[dict[str, Any]]:
+    """Every check, or those up to `generate` if that fails: without text the others have nothing to say."""
+    checks = []
+    for check in CHECKS:
+        checks.append(_run(check, probe, emit))
+        if check.__name__ == "generate" and checks[-1]["passed"] is False:
+            emit("  the model gives no text, so the remaining checks were left out")
+            break
+    return checks
 
 
 def _run(check: Callable[[Probe], str], probe: Probe, emit: Emit) -> dict[str, Any]:

@@ -7,6 +7,7 @@ model for the client's other dialect.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import time
@@ -54,8 +55,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server.Server]
     before = {path for path in repository.rglob("*")}
     with server.start(CONFIG.serve, repository) as started:
         yield started
+        assert started.process.poll() is None, started.log.read_text()[-3000:]
     assert {path for path in repository.rglob("*")} == before, "serving wrote into the packaged repository"
-    assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("pipeline_")]
+    assert list(Path("/dev/shm").glob(f"pipeline_{os.getpid()}_*")) == []
 
 
 @pytest.fixture(scope="module")

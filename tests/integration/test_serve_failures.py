@@ -58,8 +58,8 @@ def test_a_failed_engine_and_a_crashed_model_are_told_from_a_good_one(repository
             assert bad.endpoint.ready()
             assert "told to fail" in bad.errors()
         assert smoke.smoke(good.endpoint, "fake_r1", config, lambda _: None)["passed"] is True
-        with Client(good.endpoint, "fake_r1", timeout=20) as client:
-            with pytest.raises(TritonError):
+        with Client(good.endpoint, "fake_r1", timeout=1) as client:
+            with pytest.raises(TritonError, match="no answer from .* within 1 s|not healthy"):
                 client.generate("\x02", max_tokens=2)
             assert good.endpoint.ready(), "readiness lies: this is why smoke asks for text"
         report = smoke.smoke(good.endpoint, "fake_r1", config, lambda _: None)

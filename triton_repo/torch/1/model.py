@@ -109,6 +109,7 @@ class TritonPythonModel:
         self._codec = TextCodec(folder)
         info = self._engine.info
         self._eos = frozenset(info["eos_token_ids"])
+        self._bos = info.get("bos_token_id") if _adds_bos(folder) else None
         self._scheduler = Scheduler(self._engine, Limits.of(info, int(config["parameters"]["max_queue"]["string_value"])))
         self._ids = itertools.count(1)
         self._senders: dict[int, Any] = {}
@@ -139,7 +140,7 @@ class TritonPythonModel:
 
     def _submit(self, request: Any, sender: Any) -> None:
         options, number = read_options(request), next(self._ids)
-        prompt = self._codec.encode(options.prompt, self._engine.info.get("bos_token_id"))
+        prompt = self._codec.encode(options.prompt, self._bos)
         reply = Reply(options, len(prompt), Detokenizer(self._codec), self._sending(number, sender))
         seed = secrets.randbits(63) if options.seed is None else options.seed
         room = self._scheduler.limits.max_seq_len - len(prompt)
@@ -171,6 +172,8 @@ class TritonPythonModel:
         """Outbox thread: a send waits for Triton, so the engine's thread does not do it."""
         while item := self._outbox.get():
             sender, response, last = item
+            if last:
+                self._metrics.publish(self._scheduler.stats)
             try:
                 sender.send(response, _flags(last))
             except Exception as error:  # noqa: BLE001  a client that is gone must not end the thread
@@ -182,11 +185,15 @@ class TritonPythonModel:
             for number, sender in list(self._senders.items()):
                 if sender.is_cancelled():
                     self._scheduler.cancel(number)
-            self._metrics.publish(self._scheduler.stats())
+            if self._senders:
+                self._metrics.publish(self._scheduler.stats)
 
 
 class Metrics:
-    """The scheduler's state as Triton metrics, sent when it changed. Silent where metrics are switched off."""
+    """The scheduler's state as Triton metrics, sent when it changed. Silent where metrics are switched off.
+
+    They are also sent before a request's last response, so a client that has its answer finds it in the metrics.
+    """
 
     def __init__(self, model: str) -> None:
         gauge, counter = pb_utils.MetricFamily.GAUGE, pb_utils.MetricFamily.COUNTER
@@ -196,7 +203,7 @@ class Metrics:
             "pages_used": ("llm_kv_pages_used", "KV pages reserved by running requests", gauge),
             "tokens": ("llm_generated_tokens", "Tokens generated since the start", counter),
         }
-        self._last = Stats(0, 0, 0, 0)
+        self._last, self._lock = Stats(0, 0, 0, 0), threading.Lock()
         self._families: list[Any] = []
         self._metrics: dict[str, Any] = {}
         try:
@@ -208,15 +215,23 @@ class Metrics:
             pb_utils.Logger.log_info(f"custom metrics are off: {error}")
             self._metrics = {}
 
-    def publish(self, stats: Stats) -> None:
+    def publish(self, read: Callable[[], Stats]) -> None:
         """Send what changed since the last call."""
-        for key, metric in self._metrics.items():
-            new, old = getattr(stats, key), getattr(self._last, key)
-            if new != old and key == "tokens":
-                metric.increment(new - old)
-            elif new != old:
-                metric.set(new)
-        self._last = stats
+        with self._lock:
+            stats = read()
+            for key, metric in self._metrics.items():
+                new, old = getattr(stats, key), getattr(self._last, key)
+                if new != old and key == "tokens":
+                    metric.increment(new - old)
+                elif new != old:
+                    metric.set(new)
+            self._last = stats
+
+
+def _adds_bos(folder: Path) -> bool:
+    """What tokenizer_config.json says of BOS in front of a prompt; DeepSeek's says yes."""
+    path = folder / "tokenizer_config.json"
+    return not path.is_file() or bool(json.loads(path.read_text(encoding="utf-8")).get("add_bos_token", True))
 
 
 def read_options(request: Any) -> Options:
