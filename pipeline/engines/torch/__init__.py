@@ -1,0 +1,5 @@
+"""The compiled torch engine: `build` makes it, `triton_repo/torch/1/runtime.py` runs it."""
+
+from pipeline.engines.torch.toolchain import toolchain
+
+__all__ = ["toolchain"]

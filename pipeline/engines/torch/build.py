@@ -1,0 +1,196 @@
+"""Builds the compiled torch engine: describe, write weights, compile both forms side by side, check, publish.
+
+Files: engine.json (all that the runtime has to know), weights.safetensors (in the engine's type), absorbed.pt2 and
+expanded.pt2, and the tokenizer's and generation's files of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.checkpoint import dequantized
+from pipeline.config.schema import TorchEngineConfig
+from pipeline.core.errors import ConfigError, MissingToolError, StageError
+from pipeline.core.jsonio import read_json, write_json
+from pipeline.core.stage import StageContext
+from pipeline.engines.torch.export import write_compiler_wrapper
+from pipeline.engines.torch.graph import FORMS, Decoder
+from pipeline.engines.torch.toolchain import INSTALL_CXX, cpu_features, cxx, resolve_compiler
+from pipeline.engines.torch.weights import write_weights
+from pipeline.models.arch import Arch
+from pipeline.share import code_root, share
+
+__all__ = ["build", "describe"]
+
+COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def build(ctx: StageContext) -> None:
+    """Fill `ctx.out` from convert's checkpoint and `engine.torch`."""
+    settings = ctx.config.engine.torch
+    assert settings is not None
+    source = ctx.inputs["convert"]
+    arch = Arch.from_dir(source)
+    info = describe(arch, settings, source)
+    refuse_impossible(arch, settings, info)
+    if settings.compiler == "auto" and info["compiler"] == "export":
+        ctx.progress.note(f"no C++ compiler ({cxx()[1]}): the engine is the exported graph, about 3 times slower. To compile it: {INSTALL_CXX}")
+    write_json(ctx.out / "engine.json", info)
+    plan = {name: (SAFETENSORS_DTYPES[getattr(torch, dtype)], tuple(shape)) for name, (dtype, shape) in info["weights"].items()}
+    ctx.progress.start(weight_bytes(info), "B")
+    write_weights(dequantized(source), arch, plan, ctx.out / "weights.safetensors", ctx.progress.advance)
+    ctx.progress.note(f"compiling {' and '.join(info['forms'])} with {info['compiler']}")
+    compile_forms(ctx.out, info)
+    ctx.progress.note(check(ctx.out))
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, ctx.out / name)
+
+
+def describe(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str, Any]:
+    """engine.json: what the runtime, the scheduler and the compile processes need."""
+    chunk = min(settings.prefill_chunk, settings.max_seq_len)
+    pages = -(-settings.max_seq_len // settings.page_size)
+    compiler = resolve_compiler(settings.compiler)
+    return {
+        "arch": asdict(arch),
+        "bos_token_id": arch.bos_token_id,
+        "compiler": compiler,
+        "cpu_features": list(cpu_features()) if compiler == "aoti" else [],
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "eos_token_ids": eos_token_ids(arch, source),
+        "expanded_from": settings.expanded_from,
+        "forms": [form for form in FORMS if form == "absorbed" or chunk >= settings.expanded_from],
+        "inputs": ["tokens", "positions", "pages", *(f"cache.{i}" for i in range(arch.num_hidden_layers))],
+        "latent_dim": arch.latent_dim,
+        "max_batch_size": settings.max_batch_size,
+        "max_seq_len": settings.max_seq_len,
+        "mtp": "not used: the MTP layers of the checkpoint are left out",
+        "num_layers": arch.num_hidden_layers,
+        "num_pages": settings.max_batch_size * pages + 1,
+        "page_size": settings.page_size,
+        "prefill_chunk": chunk,
+        "threads": settings.threads,
+        "torch": torch.__version__.partition("+")[0],
+        "vocab_size": arch.vocab_size,
+        "weights": weight_table(arch, settings),
+    }
+
+
+def eos_token_ids(arch: Arch, source: Path) -> list[int]:
+    """Those of generation_config.json, else those of config.json."""
+    file = source / "generation_config.json"
+    found = (read_json(file).get("eos_token_id") if file.is_file() else None) or arch.eos_token_id
+    return [found] if isinstance(found, int) else list(found or [])
+
+
+def weight_table(arch: Arch, settings: TorchEngineConfig) -> dict[str, list[Any]]:
+    """Name -> type and shape of every weight of the graph."""
+    with torch.device("meta"):
+        decoder = Decoder(arch, "absorbed", settings.page_size, getattr(torch, settings.dtype))
+    state = decoder.state_dict().items()
+    return {name: [str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in state}
+
+
+def weight_bytes(info: dict[str, Any]) -> int:
+    """Size of all weights."""
+    return sum(prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in info["weights"].values())
+
+
+def refuse_impossible(arch: Arch, settings: TorchEngineConfig, info: dict[str, Any]) -> None:
+    """Stop before hours of work that cannot end well."""
+    if settings.max_seq_len > arch.max_position_embeddings:
+        raise ConfigError(
+            f"engine.torch.max_seq_len={settings.max_seq_len} exceeds the {arch.max_position_embeddings} positions that the model "
+            f"was made for: set it to {arch.max_position_embeddings} or less."
+        )
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise MissingToolError(
+            "engine.torch.device=cuda needs a GPU that torch sees, because an engine is compiled on the kind of GPU that runs it: "
+            "build it there, or set engine.torch.device=cpu."
+        )
+    cache = info["num_layers"] * info["num_pages"] * info["page_size"] * info["latent_dim"] * getattr(torch, info["dtype"]).itemsize
+    needed, free = weight_bytes(info) + cache, free_memory(settings.device)
+    if needed > free:
+        raise ConfigError(
+            f"The engine needs {needed / 1e9:.1f} GB in {info['dtype']} ({cache / 1e9:.1f} GB of it KV cache), but {settings.device} has "
+            f"{free / 1e9:.1f} GB free: lower engine.torch.max_batch_size or max_seq_len, set engine.torch.dtype=bfloat16, or use engine=trtllm."
+        )
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can be allocated now."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def compile_forms(out: Path, info: dict[str, Any]) -> None:
+    """One process a form, side by side, each in a folder of its own that does not outlive it."""
+    with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
+        running: list[tuple[str, subprocess.Popen[bytes]]] = []
+        try:
+            for form in info["forms"]:
+                folder = Path(scratch) / form
+                folder.mkdir()
+                running.append((form, start_compile(form, out.absolute(), folder, info["compiler"])))
+            for form, process in running:
+                if process.wait():
+                    log = (Path(scratch) / form / "log").read_text(encoding="utf-8", errors="replace")
+                    raise StageError(f"Compiling the {form} form ended with code {process.returncode}:\n{log[-4000:]}")
+        finally:
+            for _, process in running:
+                process.kill()
+                process.wait()
+
+
+def start_compile(form: str, out: Path, folder: Path, compiler: str) -> subprocess.Popen[bytes]:
+    """Start `export.py` with caches and compiler inside `folder`."""
+    env = python_env() | {"PYTHONHASHSEED": "0", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TMPDIR": str(folder)}
+    if compiler == "aoti":
+        write_compiler_wrapper(cxx()[0], folder / "cxx")
+        env["CXX"] = str(folder / "cxx")
+    command = [sys.executable, "-m", "pipeline.engines.torch.export", form, str(out)]
+    with open(folder / "log", "wb") as log:
+        return subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def check(out: Path) -> str:
+    """Compare the engine, in a process of its own, with the graph it was made from; a sentence about it."""
+    runtime = share("triton_repo") / "torch" / "1" / "runtime.py"
+    command = [sys.executable, "-m", "pipeline.engines.torch.selfcheck", str(out), str(runtime)]
+    done = subprocess.run(command, env=python_env(), capture_output=True, text=True)
+    if done.returncode:
+        raise StageError(f"The compiled engine failed its check, so it is not published: {reason(done.returncode, done.stderr)}")
+    return str(json.loads(done.stdout.splitlines()[-1]))
+
+
+def reason(code: int, stderr: str) -> str:
+    """Why the check failed, as far as it is known."""
+    if code == -11:
+        return (
+            "the process died of a segmentation fault. Where torch carries an older C++ library than the compiler, this helps: "
+            "LD_PRELOAD=$(g++ -print-file-name=libstdc++.so.6)"
+        )
+    return "\n".join(line for line in stderr.splitlines()[-12:] if line.strip())
+
+
+def python_env(extra: Sequence[str] = ()) -> dict[str, str]:
+    """This environment, with the pipeline importable."""
+    paths = [str(code_root()), *extra, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

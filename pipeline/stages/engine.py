@@ -1,0 +1,38 @@
+"""Engine: from the converted checkpoint to what the server loads. Each engine kind builds its own, in `pipeline/engines/<kind>`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from pipeline.core.stage import Need, Stage, StageContext
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
+
+__all__ = ["STAGE", "run"]
+
+
+def toolchain(config: Config) -> dict[str, str]:
+    """That of the chosen engine."""
+    return dict(import_module(f"pipeline.engines.{config.engine.kind}").toolchain(config))
+
+
+STAGE = Stage(
+    name="engine",
+    version=1,
+    needs=(Need(stage="convert"), Need(stage="plan", path="deploy.json")),
+    after=("verify",),
+    config=("engine",),
+    code=(
+        "pipeline/stages/engine.py", "pipeline/engines", "pipeline/checkpoint", "pipeline/formats", "pipeline/models/arch.py",
+        "plugins/topk_router/reference.py", "triton_repo/torch/1/runtime.py",
+    ),
+    toolchain=toolchain,
+    run="pipeline.stages.engine:run",
+)  # fmt: skip
+
+
+def run(ctx: StageContext) -> None:
+    """Let the engine kind fill `ctx.out`."""
+    import_module(f"pipeline.engines.{ctx.config.engine.kind}.build").build(ctx)

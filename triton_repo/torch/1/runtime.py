@@ -1,0 +1,187 @@
+"""Runs a compiled engine: the packages of both forms, their shared weights, and the paged latent KV cache.
+
+It needs torch, safetensors and the engine's folder, and nothing of the pipeline that built it. The weights are mapped
+from their file, so several servers of one machine share its pages. A package called before it has weights, or with
+weights of another type, would end the process without a word (torch 2.13); so names, types and shapes are checked here.
+
+On CUDA a decode step is captured in a CUDA graph the first time that its batch size (rounded up to a power of two)
+occurs, and replayed from then on.
+
+Shape legend: B rows, T tokens a row, P pages a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+__all__ = ["CompiledEngine"]
+
+Form = Callable[[list[Tensor]], Tensor]
+
+
+class CompiledEngine:
+    """The compiled decoder and its paged latent KV cache. Page 0 is scratch: give it to no sequence."""
+
+    def __init__(self, info: dict[str, Any], forms: dict[str, Form]) -> None:
+        self.info, self.forms = info, forms
+        self.device = torch.device(info["device"])
+        shape, dtype = (info["num_pages"], info["page_size"], info["latent_dim"]), getattr(torch, info["dtype"])
+        self.caches = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(info["num_layers"])]
+        self.threads = info["threads"] or min(len(os.sched_getaffinity(0)), 8)
+        self._graphs: dict[int, DecodeGraph] = {}
+        self._local = threading.local()
+
+    @classmethod
+    def load(cls, folder: Path) -> CompiledEngine:
+        """Open an engine folder on the machine that serves it."""
+        folder = Path(folder)
+        info = json.loads((folder / "engine.json").read_text(encoding="utf-8"))
+        _check_machine(info)
+        weights = load_file(folder / "weights.safetensors", device=info["device"])
+        _check_weights(info["weights"], weights)
+        open_form = _open_package if info["compiler"] == "aoti" else _open_graph
+        return cls(info, {form: open_form(folder / f"{form}.pt2", weights) for form in info["forms"]})
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
+        """Write the tokens [B, T] at their positions through the page table [B, P]; logits [B, V] of each row's last token.
+
+        Rows may be padded on the left with position -1: ignored.
+        """
+        self._check(tokens, positions, pages)
+        self._limit_threads()
+        inputs = [tokens.masked_fill(positions < 0, 0), positions, pages]
+        if self.device.type == "cuda" and tokens.shape[1] == 1:
+            return self._replay(inputs)
+        long = tokens.shape[0] == 1 and tokens.shape[1] >= self.info["expanded_from"]
+        form = self.forms["expanded" if long and "expanded" in self.forms else "absorbed"]
+        return form([*(value.to(self.device) for value in inputs), *self.caches])
+
+    def _replay(self, inputs: list[Tensor]) -> Tensor:
+        rows = len(inputs[0])
+        size = min(1 << (rows - 1).bit_length(), self.info["max_batch_size"])
+        if size not in self._graphs:
+            self._graphs[size] = DecodeGraph(self.forms["absorbed"], size, self.info, self.caches)
+        return self._graphs[size](inputs)[:rows]
+
+    def _limit_threads(self) -> None:
+        """OpenMP keeps the number of threads for each calling thread."""
+        if not getattr(self._local, "limited", False):
+            torch.set_num_threads(self.threads)
+            self._local.limited = True
+
+    def _check(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> None:
+        """Refuse what the compiled code would read or write out of bounds."""
+        info, (rows, length) = self.info, tokens.shape
+        if positions.shape != tokens.shape or pages.shape[0] != rows:
+            shapes = [list(value.shape) for value in (tokens, positions, pages)]
+            raise ValueError(f"tokens, positions and pages have the shapes {shapes}; they must be [B,T], [B,T] and [B,P].")
+        most_pages = -(-info["max_seq_len"] // info["page_size"])
+        for name, value, most in (
+            ("rows", rows, info["max_batch_size"]), ("tokens a row", length, info["prefill_chunk"]), ("pages a row", pages.shape[1], most_pages),
+        ):  # fmt: skip
+            if not 1 <= value <= most:
+                raise ValueError(f"A step has {value} {name}; this engine was built for 1 to {most}: build it again with other limits.")
+        _check_range("Token", tokens.masked_fill(positions < 0, 0), 0, info["vocab_size"])
+        _check_range("Position", positions, -1, min(info["max_seq_len"], pages.shape[1] * info["page_size"]))
+        _check_range("Last position", positions[:, -1], 0, info["max_seq_len"])
+        _check_range("Page", pages, 0, info["num_pages"])
+
+
+class DecodeGraph:
+    """A decode step of `size` rows, captured; unused rows are padding."""
+
+    def __init__(self, form: Form, size: int, info: dict[str, Any], caches: list[Tensor]) -> None:
+        device, most_pages = caches[0].device, -(-info["max_seq_len"] // info["page_size"])
+        widths, blanks = (1, 1, most_pages), (0, -1, 0)
+        self.inputs = [torch.full((size, width), blank, device=device) for width, blank in zip(widths, blanks, strict=True)]
+        self.blanks = blanks
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                form([*self.inputs, *caches])
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = form([*self.inputs, *caches])
+
+    def __call__(self, inputs: list[Tensor]) -> Tensor:
+        """Copy the inputs in, replay, and copy the logits out."""
+        for static, value, blank in zip(self.inputs, inputs, self.blanks, strict=True):
+            static.fill_(blank)
+            static[: value.shape[0], : value.shape[1]].copy_(value)
+        self.graph.replay()
+        return self.logits.clone()
+
+
+def _open_package(path: Path, weights: dict[str, Tensor]) -> Form:
+    """An AOTInductor package. This loader is the one of torch's C++ API; `aoti_load_package` around it starts compilers."""
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
+    _check_names(path.name, set(loader.get_constant_fqns()), set(weights))
+    loader.load_constants(weights, False, True, True)
+
+    def call(inputs: list[Tensor]) -> Tensor:
+        return loader.run(inputs)[0]
+
+    return call
+
+
+def _open_graph(path: Path, weights: dict[str, Tensor]) -> Form:
+    """An exported graph, interpreted."""
+    module = torch.export.load(path).module()
+    _check_names(path.name, set(module.state_dict()), set(weights))
+    module.load_state_dict(weights, assign=True)
+
+    def call(inputs: list[Tensor]) -> Tensor:
+        return module(*inputs[:3], inputs[3:])
+
+    return call
+
+
+def _check_machine(info: dict[str, Any]) -> None:
+    """Refuse another torch than the engine was compiled with, or a processor that lacks its instructions."""
+    built, have = info["torch"], torch.__version__.partition("+")[0]
+    if built.split(".")[:2] != have.split(".")[:2]:
+        raise RuntimeError(f"This engine was compiled with torch {built}, but torch {have} is installed: install {built}, or build it again.")
+    if missing := sorted(set(info["cpu_features"]) - _cpu_features()):
+        raise RuntimeError(f"This engine was compiled for a processor with {', '.join(missing)}, which this one lacks: build it on this machine.")
+    if info["device"] == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("This engine was compiled for a CUDA GPU, but torch sees none here: check nvidia-smi and the torch build.")
+
+
+def _cpu_features() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return set(next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), []))
+
+
+def _check_weights(expected: dict[str, list[Any]], weights: dict[str, Tensor]) -> None:
+    _check_names("engine.json", set(expected), set(weights))
+    for name, (dtype, shape) in expected.items():
+        found = [str(weights[name].dtype).removeprefix("torch."), list(weights[name].shape)]
+        if found != [dtype, shape]:
+            raise RuntimeError(f"{name} in weights.safetensors is {found}, but the engine needs {[dtype, shape]}: copy the engine again, whole.")
+
+
+def _check_names(file: str, needed: set[str], have: set[str]) -> None:
+    if needed != have:
+        odd = sorted(needed ^ have)
+        raise RuntimeError(f"{file} and weights.safetensors differ in {len(odd)} weights, {odd[0]} among them: copy the engine again, whole.")
+
+
+def _check_range(name: str, values: Tensor, least: int, end: int) -> None:
+    low, high = (int(value) for value in values.aminmax())
+    if low < least or high >= end:
+        raise ValueError(f"{name} {low if low < least else high} is out of range: it must be at least {least} and below {end}.")
