@@ -29,7 +29,13 @@ STAGE = Stage(
     version=1,
     needs=(Need(stage="engine"), Need(stage="plan", path="deploy.json")),
     config=("engine.kind", "model.name", "serve.model_name", "serve.max_queue"),
-    code=("pipeline/stages/package.py", "pipeline/triton/pbtxt.py", "pipeline/triton/check.py", "pipeline/triton/layouts", "triton_repo"),
+    code=(
+        "pipeline/stages/package.py",
+        "pipeline/triton/pbtxt.py",
+        "pipeline/triton/check.py",
+        "pipeline/triton/layouts",
+        "triton_repo",
+    ),
     toolchain=toolchain,
     run="pipeline.stages.package:run",
 )

@@ -30,7 +30,9 @@ def check_repository(repository: Path) -> dict[str, pbtxt.ModelConfig]:
     if not models and not problems:
         problems.append("there is no model in it, and a server would still report itself ready")
     if problems:
-        raise StageError(f"Model repository {repository} cannot be served:\n" + "\n".join(f"  - {line}" for line in problems))
+        raise StageError(
+            f"Model repository {repository} cannot be served:\n" + "\n".join(f"  - {line}" for line in problems)
+        )
     return models
 
 

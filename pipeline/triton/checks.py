@@ -123,7 +123,9 @@ def concurrency(probe: Probe) -> str:
     with ThreadPoolExecutor(len(prompts)) as pool:
         together = list(pool.map(lambda prompt: probe.client.generate(prompt, **probe.greedy), prompts))
     same = sum(one == other for one, other in zip(alone, together, strict=True))
-    _require(same >= (len(prompts) if probe.exact else len(prompts) / 2), f"only {same} of {len(prompts)} texts are the same")
+    _require(
+        same >= (len(prompts) if probe.exact else len(prompts) / 2), f"only {same} of {len(prompts)} texts are the same"
+    )
     return f"{same} of {len(prompts)} concurrent texts are those of single requests"
 
 
@@ -133,7 +135,9 @@ def max_tokens(probe: Probe) -> str:
     _require(probe.text.startswith(short), f"{few} tokens gave {short!r}, which is no beginning of {probe.text!r}")
     if not probe.has("count_tokens"):
         return f"{few} tokens are a beginning of the text"
-    with probe.client.stream(probe.serve.smoke_prompt, **{**probe.greedy, "max_tokens": few}, count_tokens=True) as stream:
+    with probe.client.stream(
+        probe.serve.smoke_prompt, **{**probe.greedy, "max_tokens": few}, count_tokens=True
+    ) as stream:
         list(stream)
     _require(0 < (stream.tokens or 0) <= few, f"max_tokens={few} gave {stream.tokens} tokens")
     return f"max_tokens={few} gave {stream.tokens} tokens, a beginning of the text"
@@ -146,7 +150,9 @@ def stop_words(probe: Probe) -> str:
     word = words[len(words) // 2]
     stopped = probe.client.generate(probe.serve.smoke_prompt, **probe.greedy, stop_words=[word])
     _require(word not in stopped, f"the stop word {word!r} is in {stopped!r}")
-    _require(probe.text[: probe.text.index(word)].startswith(stopped.rstrip()), f"{stopped!r} is no beginning of the text")
+    _require(
+        probe.text[: probe.text.index(word)].startswith(stopped.rstrip()), f"{stopped!r} is no beginning of the text"
+    )
     return f"stopped at {word!r} after {len(stopped)} characters"
 
 
@@ -179,7 +185,9 @@ def bad_input(probe: Probe) -> str:
         answer = _refusal(lambda text=text, options=options: probe.client.generate(text, **{**probe.greedy, **options}))
         _require(answer is not None, f"{name} was accepted")
         _require("Stub process" not in str(answer), f"{name} killed the model: {answer}")
-    _require(probe.client.generate(prompt, **probe.greedy) == probe.text, "the server gives other text after bad requests")
+    _require(
+        probe.client.generate(prompt, **probe.greedy) == probe.text, "the server gives other text after bad requests"
+    )
     return f"{', '.join(wrong)}: refused, and the server lives on"
 
 
@@ -242,4 +250,3 @@ def _wait(condition: Callable[[], bool], otherwise: str) -> None:
     while not condition():
         _require(time.monotonic() < end, f"{otherwise} after {CANCEL_SECONDS:g} s")
         time.sleep(0.02)
-

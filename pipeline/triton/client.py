@@ -67,7 +67,9 @@ class Stream(Iterator[Chunk]):
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.cancel()
 
     def __next__(self) -> Chunk:
@@ -86,7 +88,8 @@ class Stream(Iterator[Chunk]):
     def _outputs(self, message: service_pb2.ModelStreamInferResponse) -> dict[str, bytes]:
         """Raw outputs of one response by name."""
         if message.error_message:
-            # Guard: let the server end the call. Cancelled just now, Triton 2.51 may keep the model loaded until it is killed.
+            # Guard: let the server end the call. If it is cancelled now, Triton 2.51 may hold the model
+            # until it is killed.
             list(self._call)
             raise TritonError(200, message.error_message)
         response = message.infer_response
@@ -108,7 +111,9 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._channel.close()
 
     @cached_property

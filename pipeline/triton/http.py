@@ -36,7 +36,7 @@ class Endpoint:
     @property
     def reachable(self) -> str:
         """`host` as a client writes it: a server on all interfaces is reached on the local one."""
-        return "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host  # noqa: S104
+        return "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
 
     @property
     def http_url(self) -> str:
@@ -75,7 +75,9 @@ class Endpoint:
         totals: dict[str, float] = {}
         with urllib.request.urlopen(self.metrics_url, timeout=TIMEOUT) as reply:
             for line in reply.read().decode().splitlines():
-                if (found := re.match(r"(\w+)(\{.*\})? (\S+)$", line)) and (not model or f'model="{model}"' in (found[2] or "")):
+                if (found := re.match(r"(\w+)(\{.*\})? (\S+)$", line)) and (
+                    not model or f'model="{model}"' in (found[2] or "")
+                ):
                     totals[found[1]] = totals.get(found[1], 0.0) + float(found[3])
         return totals
 

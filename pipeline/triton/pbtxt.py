@@ -55,7 +55,9 @@ def build(
 
 def write(path: Path, config: pb.ModelConfig) -> None:
     """Write `config` as text, fields in the order of the schema."""
-    path.write_text(text_format.MessageToString(config, use_short_repeated_primitives=True, as_utf8=True), encoding="utf-8")
+    path.write_text(
+        text_format.MessageToString(config, use_short_repeated_primitives=True, as_utf8=True), encoding="utf-8"
+    )
 
 
 def read(path: Path) -> pb.ModelConfig:

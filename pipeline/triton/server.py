@@ -38,7 +38,13 @@ INSTALL_LINE = "pip install --no-deps nvidia-pytriton==0.7.0 'numpy<2'"
 POLL = 0.05
 EXIT_TIMEOUT = 5
 """Seconds that requests in flight get when the server is told to stop."""
-HARMLESS = ("CudaDriverHelper has not been initialized", "unable to create stream for ensemble", "NVML", "DCGM", "pinned_memory")
+HARMLESS = (
+    "CudaDriverHelper has not been initialized",
+    "unable to create stream for ensemble",
+    "NVML",
+    "DCGM",
+    "pinned_memory",
+)
 """Error lines that every start without a GPU prints."""
 
 
@@ -110,13 +116,13 @@ def _wheel(executable: Path) -> Installation:
 def _require_python(version: str, stub: Path) -> None:
     if sys.version_info >= (3, 13) or not stub.is_file():
         raise MissingToolError(
-            f"The nvidia-pytriton wheel cannot serve from Python {version}: its stub is for 3.10 to 3.12 (on 3.13 every "
-            "string input crashes it). Use Python 3.12, or a container."
+            f"The nvidia-pytriton wheel cannot serve from Python {version}: its stub is for 3.10 to 3.12 "
+            "(on 3.13 every string input crashes it). Use Python 3.12, or a container."
         )
     if int(metadata.version("numpy").split(".")[0]) >= 2:
         raise MissingToolError(
-            f"numpy {metadata.version('numpy')} crashes the nvidia-pytriton wheel on every string input; it needs numpy "
-            f"below 2: {INSTALL_LINE}"
+            f"numpy {metadata.version('numpy')} crashes the nvidia-pytriton wheel on every string input; "
+            f"it needs numpy below 2: {INSTALL_LINE}"
         )
 
 
@@ -128,7 +134,9 @@ def _require_libpython(version: str) -> str:
         return str(folder)
     listed = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
     if name not in listed:
-        raise MissingToolError(f"{name} is missing, which Triton's python backend loads: apt-get install libpython{version}")
+        raise MissingToolError(
+            f"{name} is missing, which Triton's python backend loads: apt-get install libpython{version}"
+        )
     return ""
 
 
@@ -195,7 +203,11 @@ def _command(installation: Installation, endpoint: Endpoint, work: Path, prefix:
         for file in installation.backend_files:
             (folder / file.name).symlink_to(file)
         command.append(f"--backend-directory={folder.parent}")
-    for service, port in (("http", endpoint.http_port), ("grpc", endpoint.grpc_port), ("metrics", endpoint.metrics_port)):
+    for service, port in (
+        ("http", endpoint.http_port),
+        ("grpc", endpoint.grpc_port),
+        ("metrics", endpoint.metrics_port),
+    ):
         command += [f"--{service}-address={endpoint.host}", f"--{service}-port={port}"]
     command += ["--exit-on-error=true", f"--exit-timeout-secs={EXIT_TIMEOUT}", "--disable-auto-complete-config"]
     return [*command, f"--backend-config=python,shm-region-prefix-name={prefix}", *installation.flags]
@@ -213,7 +225,8 @@ def _endpoint(config: ServeConfig) -> Endpoint:
                 probe.bind((config.host, wanted))
             except OSError as error:
                 raise ConfigError(
-                    f"serve.{name}={wanted} cannot be used on {config.host} ({error.strerror}): choose another port, or 0."
+                    f"serve.{name}={wanted} cannot be used on {config.host} ({error.strerror}): "
+                    "choose another port, or 0."
                 ) from None
             ports.append(probe.getsockname()[1])
     return Endpoint(config.host, *ports)
@@ -223,10 +236,13 @@ def _wait_ready(process: subprocess.Popen[bytes], endpoint: Endpoint, timeout: f
     begin = time.monotonic()
     while not endpoint.ready():
         if process.poll() is not None:
-            raise StageError(f"tritonserver ended with code {process.returncode} before it was ready:\n{meaningful(log)}")
+            raise StageError(
+                f"tritonserver ended with code {process.returncode} before it was ready:\n{meaningful(log)}"
+            )
         if time.monotonic() - begin > timeout:
             raise StageError(
-                f"tritonserver was not ready after serve.ready_timeout={timeout:g} seconds and was stopped:\n{meaningful(log)}"
+                f"tritonserver was not ready after serve.ready_timeout={timeout:g} seconds and was stopped:\n"
+                f"{meaningful(log)}"
             )
         time.sleep(POLL)
     return time.monotonic() - begin
@@ -274,7 +290,9 @@ def serve_command(config: Config, repository: Path, emit: Callable[[str], None] 
                     emit(line)
                 while server.process.poll() is None:
                     time.sleep(POLL)
-                raise StageError(f"tritonserver ended by itself with code {server.process.returncode}:\n{server.errors()}")
+                raise StageError(
+                    f"tritonserver ended by itself with code {server.process.returncode}:\n{server.errors()}"
+                )
         except KeyboardInterrupt:
             emit(f"stopped by {stopped[-1] if stopped else 'SIGINT'}")
             return 0
@@ -290,7 +308,10 @@ def describe(server: Server) -> list[str]:
         f"metrics  {at.metrics_url}",
     ]
     body = """'{"text_input": "Hello", "max_tokens": 32, "stream": true}'"""
-    return [*lines, *(f"try      curl -N {at.http_url}/v2/models/{name}/generate_stream -d {body}" for name in server.models)]
+    return [
+        *lines,
+        *(f"try      curl -N {at.http_url}/v2/models/{name}/generate_stream -d {body}" for name in server.models),
+    ]
 
 
 @contextlib.contextmanager

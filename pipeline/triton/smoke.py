@@ -96,10 +96,15 @@ def _run(check: Callable[[Probe], str], probe: Probe, emit: Emit) -> dict[str, A
         detail = check(probe)
     except Skipped as reason:
         passed, detail = None, str(reason)
-    except Exception as error:  # noqa: BLE001  whatever goes wrong is this check's result
+    except Exception as error:
         passed, detail = False, str(error) or type(error).__name__
     emit(f"  {MARKS[passed]:8} {check.__name__:17} {detail}")
-    return {"name": check.__name__, "passed": passed, "detail": detail, "seconds": round(time.perf_counter() - begin, 3)}
+    return {
+        "name": check.__name__,
+        "passed": passed,
+        "detail": detail,
+        "seconds": round(time.perf_counter() - begin, 3),
+    }
 
 
 def measure(probe: Probe) -> dict[str, Any]:
@@ -132,7 +137,8 @@ def summary(performance: dict[str, Any]) -> str:
     ttft, tpot = performance["ttft_ms"], performance["tpot_ms"]
     return (
         f"  {performance['requests']} streams at once: {performance['tokens_per_second']:.1f} tokens/s, "
-        f"first token {ttft['median']:.0f} ms (p99 {ttft['p99']:.0f}), each further {tpot['median']:.1f} ms (p99 {tpot['p99']:.1f})"
+        f"first token {ttft['median']:.0f} ms (p99 {ttft['p99']:.0f}), "
+        f"each further {tpot['median']:.1f} ms (p99 {tpot['p99']:.1f})"
     )
 
 

@@ -1,4 +1,4 @@
-"""TEST DOUBLE of TensorRT-LLM's LLM-API model: same tensors, no batch dimension, and streams that repeat the text so far."""
+"""TEST DOUBLE of TensorRT-LLM's LLM-API model: no batch dimension, and streams that repeat the text so far."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -14,7 +14,9 @@ class TritonPythonModel:
         count = int(pb_utils.get_input_tensor_by_name(request, "sampling_param_max_tokens").as_numpy()[0])
         streaming = pb_utils.get_input_tensor_by_name(request, "streaming")
         words = [f"{prompt}{number} " for number in range(count)]
-        texts = [words[: end + 1] for end in range(count)] if streaming is not None and streaming.as_numpy()[0] else [words]
+        texts = (
+            [words[: end + 1] for end in range(count)] if streaming is not None and streaming.as_numpy()[0] else [words]
+        )
         for text in texts:
             tensor = pb_utils.Tensor("text_output", np.array(["".join(text).encode()], dtype=np.object_))
             sender.send(pb_utils.InferenceResponse([tensor]))

@@ -39,7 +39,9 @@ class CompiledEngine:
         self.batches.append(len(tokens))
         time.sleep(self.info.get("step_seconds", 0.0))
         size, logits = self.info["page_size"], torch.zeros(len(tokens), VOCAB)
-        for row, (ids, places, table) in enumerate(zip(tokens.tolist(), positions.tolist(), pages.tolist(), strict=True)):
+        for row, (ids, places, table) in enumerate(
+            zip(tokens.tolist(), positions.tolist(), pages.tolist(), strict=True)
+        ):
             for token, place in zip(ids, places, strict=True):
                 assert table[place // size] != 0, "a token would be written to the scratch page"
                 self.memory[table[place // size], place % size] = token

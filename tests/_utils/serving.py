@@ -1,4 +1,4 @@
-"""Helpers of the serving tests: the modules of triton_repo/torch/1, a byte tokenizer and a repository of the test double."""
+"""Helpers of the serving tests: the model's modules, a byte tokenizer, and a repository of the test double."""
 
 from __future__ import annotations
 

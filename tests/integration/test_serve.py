@@ -29,7 +29,9 @@ except MissingToolError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 MAX_QUEUE = 3
-CONFIG = serving.serve_config(max_queue=MAX_QUEUE, smoke_prompt="The 你好🙂 text comes again\n", smoke_tokens=40, smoke_requests=6)
+CONFIG = serving.serve_config(
+    max_queue=MAX_QUEUE, smoke_prompt="The 你好🙂 text comes again\n", smoke_tokens=40, smoke_requests=6
+)
 
 
 def add_llmapi_double(repository: Path) -> None:
@@ -42,7 +44,9 @@ def add_llmapi_double(repository: Path) -> None:
         pbtxt.TensorSpec("sampling_param_max_tokens", "INT32", optional=True),
         pbtxt.TensorSpec("sampling_param_temperature", "FP32", optional=True),
     ]
-    config = pbtxt.build("llmapi", inputs=inputs, outputs=[pbtxt.TensorSpec("text_output", "STRING", (-1,))], parameters={})
+    config = pbtxt.build(
+        "llmapi", inputs=inputs, outputs=[pbtxt.TensorSpec("text_output", "STRING", (-1,))], parameters={}
+    )
     pbtxt.write(version.parent / "config.pbtxt", config)
 
 
@@ -52,11 +56,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server.Server]
     engine = serving.write_fake_engine(folder / "engine", step_seconds=0.004)
     repository = serving.package_engine(engine, folder / "package", CONFIG, serving.FAKE_RUNTIME)
     add_llmapi_double(repository)
-    before = {path for path in repository.rglob("*")}
+    before = set(repository.rglob("*"))
     with server.start(CONFIG.serve, repository) as started:
         yield started
         assert started.process.poll() is None, started.log.read_text()[-3000:]
-    assert {path for path in repository.rglob("*")} == before, "serving wrote into the packaged repository"
+    assert set(repository.rglob("*")) == before, "serving wrote into the packaged repository"
     assert list(Path("/dev/shm").glob(f"pipeline_{os.getpid()}_*")) == []
 
 
@@ -149,7 +153,9 @@ def test_a_seed_gives_the_same_text_also_beside_others(client: Client) -> None:
     ({"text_input": ["a", "b"]}, "unexpected shape for input 'text_input'"),
     ({"text_input": "a", "max_token": 5}, "unexpected inference input 'max_token'"),
 ])  # fmt: skip
-def test_bad_requests_get_a_sentence_and_the_server_lives_on(client: Client, tensors: dict[str, Any], says: str) -> None:
+def test_bad_requests_get_a_sentence_and_the_server_lives_on(
+    client: Client, tensors: dict[str, Any], says: str
+) -> None:
     with pytest.raises(TritonError, match=says):
         client.infer(tensors)
     assert client.generate("ab\n", max_tokens=2) == "ab"
@@ -201,11 +207,17 @@ def test_more_requests_than_slots_and_queue_are_refused(client: Client) -> None:
     with ThreadPoolExecutor(many) as pool:
         answers = list(pool.map(one, range(many)))
     assert answers.count("abc" * 50) == serving.INFO["max_batch_size"] + MAX_QUEUE
-    assert answers.count(f"{MAX_QUEUE} requests wait already, of at most serve.max_queue={MAX_QUEUE}; try again later") == 4
+    assert (
+        answers.count(f"{MAX_QUEUE} requests wait already, of at most serve.max_queue={MAX_QUEUE}; try again later")
+        == 4
+    )
 
 
 def test_a_deadline_bounds_a_stream(client: Client) -> None:
-    with Client(client.endpoint, "fake_r1", timeout=0.3) as hasty, pytest.raises(TritonError, match="DEADLINE_EXCEEDED"):
+    with (
+        Client(client.endpoint, "fake_r1", timeout=0.3) as hasty,
+        pytest.raises(TritonError, match="DEADLINE_EXCEEDED"),
+    ):
         list(hasty.stream("abc\n", max_tokens=240))
     wait(lambda: running_requests(client) == 0)
 

@@ -51,15 +51,15 @@ def test_a_failed_engine_and_a_crashed_model_are_told_from_a_good_one(repository
     with server.start(config.serve, repository) as good, server.start(config.serve, repository) as bad:
         assert good.endpoint != bad.endpoint
         with Client(bad.endpoint, "fake_r1", timeout=20) as client:
-            with pytest.raises(TritonError, match="the engine failed .*told to fail.*restart the server"):
+            with pytest.raises(TritonError, match=r"the engine failed .*told to fail.*restart the server"):
                 client.generate("\x01", max_tokens=2)
-            with pytest.raises(TritonError, match="the engine failed"):
+            with pytest.raises(TritonError, match=r"the engine failed"):
                 client.generate("healthy", max_tokens=2)
             assert bad.endpoint.ready()
             assert "told to fail" in bad.errors()
         assert smoke.smoke(good.endpoint, "fake_r1", config, lambda _: None)["passed"] is True
         with Client(good.endpoint, "fake_r1", timeout=1) as client:
-            with pytest.raises(TritonError, match="no answer from .* within 1 s|not healthy"):
+            with pytest.raises(TritonError, match=r"no answer from .* within 1 s|not healthy"):
                 client.generate("\x02", max_tokens=2)
             assert good.endpoint.ready(), "readiness lies: this is why smoke asks for text"
         report = smoke.smoke(good.endpoint, "fake_r1", config, lambda _: None)
@@ -83,7 +83,10 @@ def test_a_model_that_never_loads_ends_at_the_deadline(repository: Path) -> None
 
 def test_a_model_that_fails_to_load_is_quoted_without_the_usual_noise(repository: Path) -> None:
     (repository / "fake_r1/1/runtime.py").write_text("raise ImportError('no such engine library')\n")
-    with pytest.raises(StageError, match="before it was ready") as caught, server.start(serving.serve_config().serve, repository):
+    with (
+        pytest.raises(StageError, match="before it was ready") as caught,
+        server.start(serving.serve_config().serve, repository),
+    ):
         pass
     assert "no such engine library" in str(caught.value)
     assert "CudaDriverHelper" not in str(caught.value)
@@ -92,7 +95,10 @@ def test_a_model_that_fails_to_load_is_quoted_without_the_usual_noise(repository
 
 def test_a_missing_model_py_is_found_before_the_server_starts(repository: Path) -> None:
     (repository / "fake_r1/1/model.py").unlink()
-    with pytest.raises(StageError, match="1/model.py is missing"), server.start(serving.serve_config().serve, repository):
+    with (
+        pytest.raises(StageError, match=r"1/model.py is missing"),
+        server.start(serving.serve_config().serve, repository),
+    ):
         pass
 
 
@@ -110,9 +116,12 @@ def test_a_taken_port_is_named(repository: Path) -> None:
 def test_serve_stops_with_0_on_a_signal(repository: Path, number: signal.Signals) -> None:
     code = (
         "import sys; from pathlib import Path; from tests._utils import serving; from pipeline.triton import server\n"
-        "sys.exit(server.serve_command(serving.serve_config(), Path(sys.argv[1]), lambda line: print(line, flush=True)))"
+        "emit = lambda line: print(line, flush=True)\n"
+        "sys.exit(server.serve_command(serving.serve_config(), Path(sys.argv[1]), emit))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(repository)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(repository)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     lines = [process.stdout.readline() for _ in range(4)]
     assert lines[0].startswith("ready in"), lines
     assert "fake_r1" in lines[0]

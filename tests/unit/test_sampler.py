@@ -49,12 +49,20 @@ def test_top_k_and_top_p_exclude_exactly_the_tail() -> None:
 
 def test_a_row_is_drawn_alike_alone_and_in_any_batch() -> None:
     rows = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
-    options = [dict(temperature=1.0), dict(temperature=0.0), dict(temperature=2.0, top_k=5), dict(temperature=1.5, top_p=0.7), dict(temperature=9.0)]
+    options = [
+        {"temperature": 1.0},
+        {"temperature": 0.0},
+        {"temperature": 2.0, "top_k": 5},
+        {"temperature": 1.5, "top_p": 0.7},
+        {"temperature": 9.0},
+    ]
 
     def make(row: int) -> Sampling:
         return Sampling(**options[row], seed=row)
 
-    alone = [[sample(rows[row : row + 1], [sampling])[0] for _ in range(20)] for row in range(5) for sampling in [make(row)]]
+    alone = [
+        [sample(rows[row : row + 1], [sampling])[0] for _ in range(20)] for row in range(5) for sampling in [make(row)]
+    ]
     batch = [make(row) for row in range(5)]
     together = [sample(rows, batch) for _ in range(20)]
     assert [list(column) for column in zip(*together, strict=True)] == alone

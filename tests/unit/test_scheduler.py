@@ -146,7 +146,8 @@ def test_a_listener_ends_its_sequence_and_one_that_raises_ends_only_its_own() ->
 
 
 @pytest.mark.parametrize(("length", "count", "says"), [
-    (0, 1, "no tokens"), (1, 0, "max_tokens=0"), (200, 57, "max_seq_len of 256"), (100, 100, "25 KV pages, but the engine has 19"),
+    (0, 1, "no tokens"), (1, 0, "max_tokens=0"), (200, 57, "max_seq_len of 256"),
+    (100, 100, "25 KV pages, but the engine has 19"),
 ])  # fmt: skip
 def test_what_can_never_run_is_refused_with_the_limit(length: int, count: int, says: str) -> None:
     scheduler = make(num_pages=20)
@@ -159,7 +160,7 @@ def test_the_queue_has_a_limit_and_free_slots_do_not_count() -> None:
     scheduler = make(max_queue=2)
     for number in range(4 + 2):
         scheduler.submit(request(number, [97], 5, Listener()))
-    with pytest.raises(QueueFullError, match="2 requests wait already, of at most serve.max_queue=2"):
+    with pytest.raises(QueueFullError, match=r"2 requests wait already, of at most serve.max_queue=2"):
         scheduler.submit(request(9, [97], 5, Listener()))
     drain(scheduler)
     scheduler.submit(request(9, [97], 5, Listener()))

@@ -29,7 +29,9 @@ def test_without_a_server_the_way_out_is_named() -> None:
 
 
 @pytest.mark.usefixtures("bare")
-def test_a_server_on_path_and_in_a_container_needs_nothing_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_on_path_and_in_a_container_needs_nothing_of_the_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executable = tmp_path / "tritonserver"
     executable.touch(mode=0o755)
     assert server.find_server(SERVE) == server.Installation(executable)
@@ -40,7 +42,7 @@ def test_a_server_on_path_and_in_a_container_needs_nothing_of_the_wheel(tmp_path
 
 
 def test_a_configured_server_must_exist() -> None:
-    with pytest.raises(MissingToolError, match="serve.server=/no/such is not a file"):
+    with pytest.raises(MissingToolError, match=r"serve.server=/no/such is not a file"):
         server.find_server(serving.serve_config(server="/no/such").serve)
 
 
@@ -51,7 +53,7 @@ def test_the_wheel_refuses_python_3_13_and_numpy_2(monkeypatch: pytest.MonkeyPat
     with pytest.raises(MissingToolError, match=r"numpy 2.1.0 crashes .*numpy below 2"):
         server._require_python("3.11", stub)
     monkeypatch.setattr(server.sys, "version_info", (3, 13, 1))
-    with pytest.raises(MissingToolError, match="cannot serve from Python 3.13"):
+    with pytest.raises(MissingToolError, match=r"cannot serve from Python 3.13"):
         server._require_python("3.13", stub)
 
 
@@ -63,10 +65,11 @@ def test_a_missing_libpython_is_named_with_its_package(monkeypatch: pytest.Monke
 
 
 def test_the_command_line_of_a_container(tmp_path: Path) -> None:
-    command = server._command(server.Installation(Path("/opt/t")), Endpoint("0.0.0.0", 1, 2, 3), tmp_path, "x_")  # noqa: S104
+    command = server._command(server.Installation(Path("/opt/t")), Endpoint("0.0.0.0", 1, 2, 3), tmp_path, "x_")
     assert command == [
-        "/opt/t", f"--model-repository={tmp_path}/repository", "--http-address=0.0.0.0", "--http-port=1", "--grpc-address=0.0.0.0",
-        "--grpc-port=2", "--metrics-address=0.0.0.0", "--metrics-port=3", "--exit-on-error=true", "--exit-timeout-secs=5",
+        "/opt/t", f"--model-repository={tmp_path}/repository", "--http-address=0.0.0.0", "--http-port=1",
+        "--grpc-address=0.0.0.0", "--grpc-port=2", "--metrics-address=0.0.0.0", "--metrics-port=3",
+        "--exit-on-error=true", "--exit-timeout-secs=5",
         "--disable-auto-complete-config", "--backend-config=python,shm-region-prefix-name=x_",
     ]  # fmt: skip
 
@@ -83,11 +86,13 @@ def test_the_copy_is_links_and_the_original_stays(tmp_path: Path) -> None:
 def test_the_log_is_quoted_without_the_usual_noise(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(
-        'I1129 18:02:19.0 1 a.cc:1] "loading"\nE1129 18:02:19.0 1 server.cc:241] "CudaDriverHelper has not been initialized."\n'
+        'I1129 18:02:19.0 1 a.cc:1] "loading"\n'
+        'E1129 18:02:19.0 1 server.cc:241] "CudaDriverHelper has not been initialized."\n'
         'E1129 18:02:19.0 1 b.cc:2] "failed to load m"\nerror: creating server: Internal - failed to load all models\n'
     )
     assert server.meaningful(log).splitlines() == [
-        '  E1129 18:02:19.0 1 b.cc:2] "failed to load m"', "  error: creating server: Internal - failed to load all models",
+        '  E1129 18:02:19.0 1 b.cc:2] "failed to load m"',
+        "  error: creating server: Internal - failed to load all models",
     ]  # fmt: skip
     log.write_text("only this\n")
     assert server.meaningful(log) == "  only this"
@@ -102,7 +107,10 @@ def test_an_error_inside_a_good_answer_is_raised() -> None:
 
 @pytest.mark.parametrize("url", ["nohost", "host:", ":8000", "http://host:port"])
 def test_a_wrong_url_is_refused(url: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must be HOST:PORT"), smoke._endpoint(serving.serve_config(url=url).serve, tmp_path):
+    with (
+        pytest.raises(ConfigError, match=r"must be HOST:PORT"),
+        smoke._endpoint(serving.serve_config(url=url).serve, tmp_path),
+    ):
         pass
 
 

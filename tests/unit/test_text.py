@@ -43,7 +43,9 @@ def test_an_unfinished_character_at_the_end_is_not_shown(codec: TextCodec) -> No
 def test_pieces_add_up_to_the_library_s_own_decode(folder: Path, codec: TextCodec) -> None:
     library, rng = Tokenizer.from_file(str(folder / "tokenizer.json")), random.Random(0)
     for _ in range(300):
-        ids = [rng.choice([*b"ab\xe4\xbd\xa0\xf0\x9f\x99\x82\xff\xc0", 256, 257]) for _ in range(rng.randrange(1, 30))] + [46]
+        ids = [
+            rng.choice([*b"ab\xe4\xbd\xa0\xf0\x9f\x99\x82\xff\xc0", 256, 257]) for _ in range(rng.randrange(1, 30))
+        ] + [46]
         detokenizer = Detokenizer(codec)
         assert "".join(map(detokenizer.feed, ids)) == library.decode(ids, skip_special_tokens=True)
 

@@ -1,7 +1,7 @@
 """Triton's python backend around the compiled engine: decoupled, continuous batching, one thread for the engine.
 
-A request passes through `execute` (checked, tokenized, queued), the scheduler's engine thread (tokens, text, stop words)
-and the outbox thread (responses). A watcher polls for clients that are gone and publishes the metrics.
+A request passes through `execute` (checked, tokenized, queued), the engine's thread (tokens, text, stop words) and
+the outbox thread (responses). A watcher polls for clients that are gone and publishes the metrics.
 Input and output names are those of TensorRT-LLM's ensemble, so its clients work unchanged. Differences, on purpose:
 `max_tokens` may be left out (all that fits), and `exclude_input_in_output` is true unless the client says otherwise.
 """
@@ -110,7 +110,9 @@ class TritonPythonModel:
         info = self._engine.info
         self._eos = frozenset(info["eos_token_ids"])
         self._bos = info.get("bos_token_id") if _adds_bos(folder) else None
-        self._scheduler = Scheduler(self._engine, Limits.of(info, int(config["parameters"]["max_queue"]["string_value"])))
+        self._scheduler = Scheduler(
+            self._engine, Limits.of(info, int(config["parameters"]["max_queue"]["string_value"]))
+        )
         self._ids = itertools.count(1)
         self._senders: dict[int, Any] = {}
         self._outbox: queue.SimpleQueue[tuple[Any, Any, bool] | None] = queue.SimpleQueue()
@@ -127,7 +129,7 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             try:
                 self._submit(request, sender)
-            except Exception as error:  # noqa: BLE001  whatever a request holds, it is answered and the server lives on
+            except Exception as error:
                 sender.send(pb_utils.InferenceResponse(error=_triton_error(error)), _flags(last=True))
 
     def finalize(self) -> None:
@@ -176,7 +178,7 @@ class TritonPythonModel:
                 self._metrics.publish(self._scheduler.stats)
             try:
                 sender.send(response, _flags(last))
-            except Exception as error:  # noqa: BLE001  a client that is gone must not end the thread
+            except Exception as error:
                 pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
 
     def _watch(self) -> None:
@@ -238,7 +240,8 @@ def read_options(request: Any) -> Options:
     """Check and convert the input tensors of a request."""
     given: dict[str, Any] = {"prompt": _strings(request, "text_input")[0]}
     kinds: dict[str, Callable[[Any], Any]] = {
-        "max_tokens": int, "stream": bool, "temperature": float, "top_k": int, "top_p": float, "seed": int, "ignore_eos": bool,
+        "max_tokens": int, "stream": bool, "temperature": float, "top_k": int, "top_p": float, "seed": int,
+        "ignore_eos": bool,
         "exclude_input_in_output": bool, "return_finish_reason": bool, "return_num_input_tokens": bool,
         "return_num_output_tokens": bool,
     }  # fmt: skip

@@ -2,7 +2,7 @@
 
 The draw is an inverse CDF: one uniform number from the request's own generator is looked up in the row's cumulative
 probabilities. So a request's tokens depend on its seed and its logits alone, never on its neighbours in the batch.
-Tensor names carry shapes: B rows, V vocabulary.
+Tensors of `_draw` are [rows, vocabulary] or, one value a request, [rows, 1].
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ class Sampling:
         return self.temperature == 0 or self.top_k == 1
 
 
-def sample(logits_BV: Tensor, samplings: list[Sampling]) -> list[int]:
+def sample(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     """One token a row."""
-    tokens = logits_BV.argmax(-1).tolist()
+    tokens = logits.argmax(-1).tolist()
     drawn = [row for row, sampling in enumerate(samplings) if not sampling.greedy]
     if drawn:
-        for row, token in zip(drawn, _draw(logits_BV[drawn], [samplings[row] for row in drawn]), strict=True):
+        for row, token in zip(drawn, _draw(logits[drawn], [samplings[row] for row in drawn]), strict=True):
             tokens[row] = token
     return tokens
 
 
-def _draw(logits_BV: Tensor, samplings: list[Sampling]) -> list[int]:
+def _draw(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     """Sort each row, drop what top-k and top-p exclude, look one uniform number up in the rest."""
-    device, (rows, vocab) = logits_BV.device, logits_BV.shape
-    temperature_B1 = torch.tensor([[s.temperature] for s in samplings], device=device)
-    top_k_B1 = torch.tensor([[min(s.top_k, vocab) or vocab] for s in samplings], device=device)
-    top_p_B1 = torch.tensor([[s.top_p] for s in samplings], device=device)
-    uniform_B1 = torch.tensor([[_uniform(s)] for s in samplings], device=device, dtype=torch.float64)
+    device, (rows, vocab) = logits.device, logits.shape
+    temperature = torch.tensor([[s.temperature] for s in samplings], device=device)
+    top_k = torch.tensor([[min(s.top_k, vocab) or vocab] for s in samplings], device=device)
+    top_p = torch.tensor([[s.top_p] for s in samplings], device=device)
+    uniform = torch.tensor([[_uniform(s)] for s in samplings], device=device, dtype=torch.float64)
 
-    sorted_BV, index_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
+    ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     # Guard: shift by the row's maximum before dividing, or a temperature near 0 makes inf - inf.
-    scaled_BV = (sorted_BV - sorted_BV[:, :1]) / temperature_B1
-    rank_V = torch.arange(vocab, device=device)
-    prob_BV = scaled_BV.masked_fill(rank_V >= top_k_B1, float("-inf")).softmax(-1, dtype=torch.float64)
-    before_BV = prob_BV.cumsum(-1) - prob_BV
-    kept_BV = prob_BV.masked_fill((before_BV >= top_p_B1) & (rank_V > 0), 0.0)  # the likeliest always stays
-    cdf_BV = kept_BV.cumsum(-1)
-    pick_B1 = torch.searchsorted(cdf_BV, uniform_B1 * cdf_BV[:, -1:], right=True)
-    last_B1 = (kept_BV > 0).sum(-1, keepdim=True) - 1
-    return index_BV.gather(-1, torch.minimum(pick_B1, last_B1)).reshape(rows).tolist()
+    scaled = (ordered - ordered[:, :1]) / temperature
+    rank = torch.arange(vocab, device=device)
+    prob = scaled.masked_fill(rank >= top_k, float("-inf")).softmax(-1, dtype=torch.float64)
+    before = prob.cumsum(-1) - prob
+    kept = prob.masked_fill((before >= top_p) & (rank > 0), 0.0)  # the likeliest always stays
+    cdf = kept.cumsum(-1)
+    pick = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)
+    last = (kept > 0).sum(-1, keepdim=True) - 1
+    return index.gather(-1, torch.minimum(pick, last)).reshape(rows).tolist()
 
 
 def _uniform(sampling: Sampling) -> float:

@@ -7,7 +7,7 @@ One thread owns the engine. Each of its iterations
   3. decodes one token for every sequence whose prompt is finished.
 
 So a long prompt delays the others by one chunk at a time, and a decoding sequence never waits for a whole prompt.
-Pages for prompt + max_tokens are reserved at admission: an admitted sequence always runs to its end, nothing is evicted.
+Pages for prompt + max_tokens are reserved at admission: an admitted sequence runs to its end, nothing is evicted.
 The head of the queue is never overtaken, so a large request cannot starve. Page 0 is the engine's scratch page.
 """
 
@@ -158,7 +158,8 @@ class Scheduler:
             waiting = len(self._waiting) - (self.limits.max_batch_size - len(self._active))
             if waiting >= self.limits.max_queue:
                 raise QueueFullError(
-                    f"{waiting} requests wait already, of at most serve.max_queue={self.limits.max_queue}; try again later"
+                    f"{waiting} requests wait already, of at most serve.max_queue={self.limits.max_queue}; "
+                    "try again later"
                 )
             self._waiting.append(request)
             self._work.notify()
@@ -199,7 +200,7 @@ class Scheduler:
                     return
             try:
                 self.iterate()
-            except Exception as error:  # noqa: BLE001  whatever the engine raises, no request may hang
+            except Exception as error:
                 traceback.print_exc()
                 self._close(f"the engine failed ({type(error).__name__}: {error}); restart the server")
 
@@ -252,7 +253,9 @@ class Scheduler:
         width = max(-(-(sequence.done + length) // self.limits.page_size) for sequence in sequences)
         positions = [range(sequence.done, sequence.done + length) for sequence in sequences]
         pages = [(sequence.pages + [0] * width)[:width] for sequence in sequences]
-        return self.engine.step(torch.tensor(tokens), torch.tensor([list(row) for row in positions]), torch.tensor(pages))
+        return self.engine.step(
+            torch.tensor(tokens), torch.tensor([list(row) for row in positions]), torch.tensor(pages)
+        )
 
     def _accept(self, sequences: list[_Sequence], logits: Tensor) -> None:
         for sequence, token in zip(sequences, sample(logits, [s.request.sampling for s in sequences]), strict=True):
@@ -271,7 +274,7 @@ class Scheduler:
         try:
             if sequence.request.on_event(TokenEvent(token)):
                 return FinishEvent("stop")
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             return FinishEvent("error", f"{type(error).__name__}: {error}")
         return FinishEvent("length") if sequence.generated >= sequence.request.max_tokens else None
 

@@ -25,7 +25,9 @@ class TextCodec:
         path = folder / "tokenizer.json"
         spec = json.loads(path.read_text(encoding="utf-8"))
         if "ByteLevel" not in {part["type"] for part in _decoders(spec["decoder"])}:
-            raise ValueError(f"{path.name} has a decoder of type {spec['decoder']['type']}; only ByteLevel can be streamed")
+            raise ValueError(
+                f"{path.name} has a decoder of type {spec['decoder']['type']}; only ByteLevel can be streamed"
+            )
         self._tokenizer = Tokenizer.from_file(str(path))
         self._added = {token["id"]: "" if token["special"] else token["content"] for token in spec["added_tokens"]}
         self._byte_of = {char: byte for byte, char in enumerate(_byte_chars())}
