@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,8 @@ def serve(options: Options, console: Console) -> int:
     from pipeline.triton.server import serve_command
 
     config = load(options.overrides, options.config_dir)
-    return serve_command(config, _build(options, console, "package", config)["package"].out / "repository")
+    repository = _build(options, console, "package", config)["package"].out / "repository"
+    return serve_command(config, repository, console.line)
 
 
 def smoke(options: Options, console: Console) -> int:
@@ -80,7 +82,7 @@ def smoke(options: Options, console: Console) -> int:
     result = _build(options, console, "package", config)["package"]
     out = Path(config.store.root).absolute() / "smoke" / f"{result.key[:12]}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    code = smoke_command(config, result.out / "repository", out, console.line)
+    code = smoke_command(config, result.out / "repository", out, console.line, None if options.as_json else sys.stdout)
     console.result({"command": "smoke", "exit_code": code, "report": read_json(out) if out.exists() else None})
     return code
 
