@@ -61,16 +61,48 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "plan": Command("choose precision, parallelism, batch and KV limits; show memory per rank", "Needs no GPU, no torch and no checkpoint: `plan +hw=b200 model=deepseek_r1`.", "plan"),
-    "convert": Command("convert the checkpoint to the recipe of quant=", "Streams shard by shard; a killed run goes on from the last finished shard.", "convert"),
-    "verify": Command("compare the converted weights with the source, and gate on the result", "Thresholds are verify.max_kl, verify.min_top1, verify.max_ppl_ratio and verify.min_sqnr_db.", "verify"),
-    "engine": Command("build the engine of engine=", "engine=torch compiles here; engine=trtllm writes a TensorRT-LLM bundle.", "engine"),
-    "package": Command("write the Triton model repository", "Everything tritonserver needs lies in repository/; the manifest lies beside it.", "package"),
-    "build": Command("all of these, in order; what is up to date is left alone", "A second run is a no-op; changing one leaf rebuilds what depends on it (see explain).", "package"),
-    "serve": Command("start tritonserver on the result, print its URLs, stop cleanly on Ctrl-C", "Builds first if needed. Ports: serve.http_port, serve.grpc_port, serve.metrics_port (0: a free one).", "serve"),
-    "smoke": Command("start tritonserver, run the contract against it, measure TTFT, TPOT, tokens/s", "Builds first if needed. serve.url=HOST:PORT probes a server that already runs.", "smoke"),
+    "plan": Command(
+        "choose precision, parallelism, batch and KV limits; show memory per rank",
+        "Needs no GPU, no torch and no checkpoint: `plan +hw=b200 model=deepseek_r1`.",
+        "plan",
+    ),
+    "convert": Command(
+        "convert the checkpoint to the recipe of quant=",
+        "Streams shard by shard; a killed run goes on from the last finished shard.",
+        "convert",
+    ),
+    "verify": Command(
+        "compare the converted weights with the source, and gate on the result",
+        "Thresholds are verify.max_kl, verify.min_top1, verify.max_ppl_ratio and verify.min_sqnr_db.",
+        "verify",
+    ),
+    "engine": Command(
+        "build the engine of engine=", "engine=torch compiles here; engine=trtllm writes a TensorRT-LLM bundle.", "engine"
+    ),
+    "package": Command(
+        "write the Triton model repository",
+        "Everything tritonserver needs lies in repository/; the manifest lies beside it.",
+        "package",
+    ),
+    "build": Command(
+        "all of these, in order; what is up to date is left alone",
+        "A second run is a no-op; changing one leaf rebuilds what depends on it (see explain).",
+        "package",
+    ),
+    "serve": Command(
+        "start tritonserver on the result, print its URLs, stop cleanly on Ctrl-C",
+        "Builds first if needed. Ports: serve.http_port, serve.grpc_port, serve.metrics_port (0: a free one).",
+        "serve",
+    ),
+    "smoke": Command(
+        "start tritonserver, run the contract against it, measure TTFT, TPOT, tokens/s",
+        "Builds first if needed. serve.url=HOST:PORT probes a server that already runs.",
+        "smoke",
+    ),
     "explain": Command("say for each stage whether it would run, and which leaf changed", "Runs nothing.", "explain"),
-    "doctor": Command("what this machine can build, serve and run, with versions", "Needs no configuration.", "doctor", needs_config=False),
+    "doctor": Command(
+        "what this machine can build, serve and run, with versions", "Needs no configuration.", "doctor", needs_config=False
+    ),
 }
 
 
@@ -84,7 +116,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(words)
     except PipelineError as error:
-        print("\n".join(f"error: {line}" if not line.startswith(" ") else line for line in str(error).splitlines()), file=sys.stderr)
+        print(
+            "\n".join(f"error: {line}" if not line.startswith(" ") else line for line in str(error).splitlines()), file=sys.stderr
+        )
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted: finished stages are kept, run the same command to go on", file=sys.stderr)
@@ -138,7 +172,9 @@ def _parse(words: list[str]) -> Options:
             case ["--config-dir"]:
                 config_dir = Path(next(rest, ""))
             case [option, *_] if option.startswith("-"):
-                raise ConfigError(f"There is no option {option}: known are --json, --config-dir DIR, --cfg and --help; settings are KEY=VALUE.")
+                raise ConfigError(
+                    f"There is no option {option}: known are --json, --config-dir DIR, --cfg and --help; settings are KEY=VALUE."
+                )
             case _:
                 overrides.append(word)
     return Options(overrides=overrides, as_json=as_json, config_dir=config_dir, show_config=show_config)
@@ -153,10 +189,20 @@ def _command_help(name: str) -> str:
     from pipeline.share import share
 
     command = COMMANDS[name]
-    lines = [f"usage: python -m pipeline {name} {'+hw=NAME [GROUP=CHOICE ...] [KEY=VALUE ...]' if command.needs_config else ''} [--json]", "", command.summary + ".", command.details]
+    settings = "+hw=NAME [GROUP=CHOICE ...] [KEY=VALUE ...] " if command.needs_config else ""
+    lines = [
+        f"usage: python -m pipeline {name} {settings}[--json]",
+        "",
+        command.summary + ".",
+        command.details,
+    ]
     if command.needs_config:
         groups = ["hw", *sorted(path.name for path in share("conf").iterdir() if path.is_dir() and path.name != "hw")]
-        lines += ["", "config groups", *(f"  {'+' if group == 'hw' else ''}{group}=  {', '.join(choices(group))}" for group in groups)]
+        lines += [
+            "",
+            "config groups",
+            *(f"  {'+' if group == 'hw' else ''}{group}=  {', '.join(choices(group))}" for group in groups),
+        ]
         lines += ["", "Every key and its default: --cfg."]
     return "\n".join(lines)
 

@@ -45,8 +45,12 @@ def examine() -> list[Finding]:
 def _machine() -> Iterator[Finding]:
     yield Finding("machine", "pipeline", True, __version__)
     yield Finding("machine", "python", (3, 11) <= sys.version_info < (3, 14), platform.python_version(), "use Python 3.11 to 3.13")
-    yield Finding("machine", "platform", True, f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} CPUs, {_memory()}")
+    yield Finding("machine", "platform", True, f"{platform.system()} {platform.machine()}, {_cpus()} CPUs, {_memory()}")
     yield Finding("machine", "disk", True, f"{human_bytes(shutil.disk_usage('.').free)} free here")
+
+
+def _cpus() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _memory() -> str:
@@ -81,7 +85,13 @@ def _version(distribution: str) -> str | None:
 
 def _tools() -> Iterator[Finding]:
     compiler = next((name for name in (os.environ.get("CXX"), "g++", "clang++") if name and shutil.which(name)), None)
-    yield Finding("tool", "c++ compiler", compiler is not None, _first_line([compiler, "--version"]) if compiler else "not found", "apt-get install g++: without it engine=torch is interpreted, not compiled")
+    yield Finding(
+        "tool",
+        "c++ compiler",
+        compiler is not None,
+        _first_line([compiler, "--version"]) if compiler else "not found",
+        "apt-get install g++: without it engine=torch is interpreted, not compiled",
+    )
     yield _tritonserver()
 
 
@@ -101,7 +111,13 @@ def _tritonserver() -> Finding:
 def _gpus() -> Iterator[Finding]:
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
     lines = _output(query).splitlines() if shutil.which(query[0]) else []
-    yield Finding("gpu", "nvidia gpu", bool(lines), "; ".join(lines) or "none", "a GPU is needed to run what +hw=b200 or +hw=h200 build, not to build it")
+    yield Finding(
+        "gpu",
+        "nvidia gpu",
+        bool(lines),
+        "; ".join(lines) or "none",
+        "a GPU is needed to run what +hw=b200 or +hw=h200 build, not to build it",
+    )
 
 
 def _verdicts(have: dict[str, bool]) -> Iterator[Finding]:
@@ -109,7 +125,14 @@ def _verdicts(have: dict[str, bool]) -> Iterator[Finding]:
     yield Finding("can", "verify", have["torch"], "weights and logits", "install torch")
     how = "compiled" if have["c++ compiler"] else "interpreted"
     yield Finding("can", "engine=torch", have["torch"], how, "install torch")
-    yield Finding("can", "engine=trtllm", True, "bundle written; validated by tensorrt_llm" if have["tensorrt-llm"] else "bundle written; not validated by tensorrt_llm, which is not here")
+    yield Finding(
+        "can",
+        "engine=trtllm",
+        True,
+        "bundle written; validated by tensorrt_llm"
+        if have["tensorrt-llm"]
+        else "bundle written; not validated by tensorrt_llm, which is not here",
+    )
     yield Finding("can", "serve, smoke", have["tritonserver"], "on this machine", "install tritonserver")
 
 

@@ -134,14 +134,22 @@ def load_transformers(device: torch.device, dtype: torch.dtype) -> Any:
     layers = config["num_hidden_layers"]
     state = {name: torch.from_numpy(value) for name, value in dequantized(CHECKPOINT)}
     with tempfile.TemporaryDirectory() as folder:
-        save_file({name: value for name, value in state.items() if not name.startswith(f"model.layers.{layers}.")}, f"{folder}/model.safetensors", {"format": "pt"})
-        Path(folder, "config.json").write_text(json.dumps(config | {"quantization_config": None, "num_nextn_predict_layers": 0}), encoding="utf-8")
+        save_file(
+            {name: value for name, value in state.items() if not name.startswith(f"model.layers.{layers}.")},
+            f"{folder}/model.safetensors",
+            {"format": "pt"},
+        )
+        Path(folder, "config.json").write_text(
+            json.dumps(config | {"quantization_config": None, "num_nextn_predict_layers": 0}), encoding="utf-8"
+        )
         return DeepseekV3ForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
 
 
 def greedy_transformers(model: Any, prompt: Tensor) -> list[int]:
     """The peer's first tokens."""
-    out = model.generate(prompt.to(model.device), max_new_tokens=CHECKED, min_new_tokens=CHECKED, do_sample=False, eos_token_id=None, pad_token_id=2)
+    out = model.generate(
+        prompt.to(model.device), max_new_tokens=CHECKED, min_new_tokens=CHECKED, do_sample=False, eos_token_id=None, pad_token_id=2
+    )
     return out[0, CONTEXT:].tolist()
 
 
@@ -194,7 +202,10 @@ def environment(engine: CompiledEngine) -> dict[str, Any]:
     """What was measured with what."""
     import transformers
 
-    cpu = next((line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.machine())
+    cpu = next(
+        (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
+        platform.machine(),
+    )
     device = torch.cuda.get_device_name() if engine.device.type == "cuda" else cpu
     return {
         "device": device, "threads": engine.threads, "dtype": engine.info["dtype"], "compiler": engine.info["compiler"],
@@ -204,14 +215,17 @@ def environment(engine: CompiledEngine) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> list[str]:
     """The rows, for people."""
-    head = f"{result['device']}, {result['threads']} threads, {result['dtype']}, torch {result['torch']}, transformers {result['transformers']}"
-    lines = [head, f"greedy tokens equal: {100 * result['greedy_agreement']:.0f} %", f"read bandwidth {result['read_bandwidth'] / 1e9:.1f} GB/s; microseconds a decode step at {result['context']} tokens of context", ""]
-    lines += [f"{'batch':>5} {'ours':>9} {'eager':>9} {'transformers':>13} {'limit':>9} {'ours tok/s':>11}"]
+    versions = f"torch {result['torch']}, transformers {result['transformers']}"
+    lines = [
+        f"{result['device']}, {result['threads']} threads, {result['dtype']}, {versions}",
+        f"greedy tokens equal: {100 * result['greedy_agreement']:.0f} %; read bandwidth {result['read_bandwidth'] / 1e9:.1f} GB/s",
+        f"microseconds a decode step at {result['context']} tokens of context",
+        "",
+        f"{'batch':>5} {'ours':>9} {'eager':>9} {'transformers':>13} {'limit':>9} {'ours tok/s':>11}",
+    ]
     for row in result["rows"]:
-        lines.append(
-            f"{row['batch']:>5} {row['ours_us']:>9.0f} {row['eager_us']:>9.0f} {row['transformers_us']:>13.0f} {row['limit_us']:>9.0f} "
-            f"{1e6 * row['batch'] / row['ours_us']:>11.0f}"
-        )
+        times = f"{row['ours_us']:>9.0f} {row['eager_us']:>9.0f} {row['transformers_us']:>13.0f} {row['limit_us']:>9.0f}"
+        lines.append(f"{row['batch']:>5} {times} {1e6 * row['batch'] / row['ours_us']:>11.0f}")
     return lines
 
 

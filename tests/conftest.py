@@ -35,7 +35,9 @@ class Workspace:
 
     def run(self, *words: str, timeout: float = 900) -> Run:
         """`python -m pipeline WORDS`, as a user would, in this folder."""
-        done = subprocess.run(self.command(*words), cwd=self.folder, env=self.env(), capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            self.command(*words), cwd=self.folder, env=self.env(), capture_output=True, text=True, timeout=timeout
+        )
         return Run(done.returncode, done.stdout, done.stderr)
 
     def command(self, *words: str) -> list[str]:
@@ -54,7 +56,10 @@ class Workspace:
 
     def digests(self) -> dict[str, str]:
         """{stage: output digest} of the results used last."""
-        manifests = {stage.name: json.loads((stage.resolve().parent / "manifest.json").read_text()) for stage in sorted((self.store / "latest").iterdir())}
+        manifests = {
+            stage.name: json.loads((stage.resolve().parent / "manifest.json").read_text())
+            for stage in sorted((self.store / "latest").iterdir())
+        }
         return {stage: manifest["digest"] for stage, manifest in manifests.items()}
 
 

@@ -74,7 +74,9 @@ def _compose(overrides: list[str], config_dir: Path | None) -> DictConfig:
         except ConfigCompositionException as error:
             raise ConfigError(_bad_override(error)) from error
         except OverrideParseException as error:
-            raise ConfigError(f"{error.override} is not an override: write KEY=VALUE, with quotes around special characters.") from error
+            raise ConfigError(
+                f"{error.override} is not an override: write KEY=VALUE, with quotes around special characters."
+            ) from error
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_first_line(error)) from error
         except AssertionError as error:  # OmegaConf's answer to a value inside a section that is null

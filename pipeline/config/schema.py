@@ -15,8 +15,19 @@ from omegaconf import MISSING
 from pipeline.core.errors import ConfigError
 
 __all__ = [
-    "Config", "EngineConfig", "ExecutorConfig", "HwConfig", "ModelConfig", "ParallelConfig", "QuantConfig",
-    "ServeConfig", "SloConfig", "StoreConfig", "TorchEngineConfig", "TrtllmEngineConfig", "VerifyConfig",
+    "Config",
+    "EngineConfig",
+    "ExecutorConfig",
+    "HwConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "QuantConfig",
+    "ServeConfig",
+    "SloConfig",
+    "StoreConfig",
+    "TorchEngineConfig",
+    "TrtllmEngineConfig",
+    "VerifyConfig",
     "WorkloadConfig",
 ]
 

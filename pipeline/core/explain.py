@@ -57,4 +57,6 @@ def _sentence(name: tuple[str, str], old: Any, new: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, (list, dict)) else str(value)
+    return (
+        {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, (list, dict)) else str(value)
+    )

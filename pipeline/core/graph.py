@@ -6,7 +6,6 @@ import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from pipeline import __version__

@@ -30,7 +30,8 @@ class Source:
             if what == "config":
                 return "none"
             raise ConfigError(
-                f"{stage} needs a checkpoint and model={self.model} names none: give the folder of an R1-layout checkpoint as checkpoint=DIR."
+                f"{stage} needs a checkpoint and model={self.model} names none: "
+                "give the folder of an R1-layout checkpoint as checkpoint=DIR."
             )
         if what == "config":
             return hashlib.sha256((self.folder / "config.json").read_bytes()).hexdigest()

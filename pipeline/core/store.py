@@ -155,7 +155,9 @@ class Store:
             with FileLock(path, timeout=LOCK_SECONDS):
                 yield
         except Timeout as error:
-            raise StageError(f"another process has been building {stage} for a day: look for it, or remove {path.name} in locks/.") from error
+            raise StageError(
+                f"another process has been building {stage} for a day: look for it, or remove {path.name} in locks/."
+            ) from error
 
 
 def describe_tree(folder: Path) -> dict[str, dict[str, Any]]:
@@ -182,4 +184,3 @@ def _has_size(path: Path, size: int) -> bool:
         return path.stat().st_size == size
     except OSError:
         return False
-

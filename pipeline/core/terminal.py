@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console as Terminal
-from rich.progress import BarColumn, Progress as Bars, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.text import Text
 
 from pipeline.core.events import ended_text
@@ -28,7 +29,13 @@ class RichConsole:
 
     def stage_started(self, stage: str, reason: str) -> Progress:
         self.line(f"▸ {stage}: {reason}")
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+        )
         self._bars = Bars(*columns, console=self._terminal, transient=True)
         self._bars.start()
         return _BarProgress(self._bars, stage, self._terminal)

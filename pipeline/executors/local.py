@@ -53,7 +53,13 @@ def _child(call_file: Path, tmp: str, log_stream: Any) -> Any:
     environment = os.environ | {"TMPDIR": tmp, "PYTHONPATH": _python_path(), "PYTHONHASHSEED": "0", _PARENT: str(os.getpid())}
     command = [sys.executable, "-m", "pipeline", "stage", str(call_file)]
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=log_stream, stdin=subprocess.DEVNULL, text=True, start_new_session=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=log_stream,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
     )
     try:
         yield process

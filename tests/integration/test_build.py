@@ -56,7 +56,9 @@ def test_the_gate_refuses_with_its_own_exit_code(workspace: Workspace) -> None:
     done = workspace.run("verify", "+hw=cpu", "quant=nvfp4", "verify.max_kl=0.000001", "verify.tokens=512")
     assert done.code == 4, done.out + done.err
     assert "verify.max_kl" in done.err and "Traceback" not in done.err
-    again = workspace.run("verify", "+hw=cpu", "quant=nvfp4", "verify.max_kl=10", "verify.max_ppl_ratio=10", "verify.min_top1=0", "verify.tokens=512")
+    again = workspace.run(
+        "verify", "+hw=cpu", "quant=nvfp4", "verify.max_kl=10", "verify.max_ppl_ratio=10", "verify.min_top1=0", "verify.tokens=512"
+    )
     assert again.code == 0, again.err
     assert "[convert] up to date" in again.out, "a failed gate costs no hours: the conversion is kept"
 
@@ -67,7 +69,9 @@ def test_killed_at_random_moments_the_build_ends_with_the_same_bytes(tmp_path_fa
     assert calm.run("build", *FAST).code == 0
     moments = random.Random(20).choices([moment / 20 for moment in range(2, 100)], k=20)
     for moment in moments:
-        process = subprocess.Popen(harried.command("build", *FAST), cwd=harried.folder, env=harried.env(), stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            harried.command("build", *FAST), cwd=harried.folder, env=harried.env(), stdout=subprocess.DEVNULL
+        )
         time.sleep(moment)
         process.send_signal(signal.SIGKILL)
         process.wait()

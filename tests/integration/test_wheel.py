@@ -36,7 +36,11 @@ def test_commands_run_from_the_wheel(site: Path, tmp_path: Path, command: list[s
 
 
 def test_the_wheel_is_the_one_that_ran(site: Path, tmp_path: Path) -> None:
-    out = _run([sys.executable, "-c", "import pipeline; print(pipeline.__file__)"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)})
+    out = _run(
+        [sys.executable, "-c", "import pipeline; print(pipeline.__file__)"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(site)},
+    )
     assert str(site) in out
 
 

@@ -1,6 +1,7 @@
 """The config loader: every file composes, every mistake is a sentence."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 import typing
@@ -18,7 +19,7 @@ EVERY_FILE = [(group, name) for group in sorted(GROUPS - {"hw"}) for name in cho
 
 
 def test_the_groups_are_those_the_readme_names() -> None:
-    assert GROUPS == {"hw", "model", "quant", "parallel", "workload", "engine", "serve", "executor", "store"}
+    assert {"hw", "model", "quant", "parallel", "workload", "engine", "serve", "executor", "store"} == GROUPS
 
 
 @pytest.mark.parametrize("hw", choices("hw"))
@@ -104,14 +105,15 @@ def test_schemas_have_slots_so_that_unknown_keys_cannot_pass() -> None:
         assert typing.get_type_hints(kind)
 
 
-@pytest.mark.parametrize("command", [["--help"], ["plan", "--help"], ["doctor"], ["plan", "+hw=b200", "model=deepseek_r1"], ["explain", "+hw=cpu"]])
+@pytest.mark.parametrize(
+    "command", [["--help"], ["plan", "--help"], ["doctor"], ["plan", "+hw=b200", "model=deepseek_r1"], ["explain", "+hw=cpu"]]
+)
 def test_light_commands_do_not_import_torch(command: list[str], tmp_path: Path) -> None:
-    code = f"import sys; from pipeline.cli import main; code = main({command!r}); assert 'torch' not in sys.modules, 'torch'; sys.exit(code)"
+    call = f"from pipeline.cli import main; code = main({command!r})"
+    code = f"import sys; {call}; assert 'torch' not in sys.modules; sys.exit(code)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=_environment())
     assert done.returncode == 0, done.stderr
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

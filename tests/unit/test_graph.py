@@ -54,7 +54,9 @@ class Recorder:
     def run(self, call: StageCall, progress: Progress, log: Path) -> StageOutcome:
         self.runs.append(call.stage)
         inputs = {name: Path(path) for name, path in call.inputs.items()}
-        FUNCTIONS[call.stage](StageContext(config=load_plain(call), inputs=inputs, checkpoint=None, out=Path(call.out), progress=progress))
+        FUNCTIONS[call.stage](
+            StageContext(config=load_plain(call), inputs=inputs, checkpoint=None, out=Path(call.out), progress=progress)
+        )
         return StageOutcome(seconds=0.0, peak_memory_bytes=0)
 
 
@@ -65,7 +67,9 @@ def load_plain(call: StageCall) -> Config:
 
 
 def graph(tmp_path: Path, *overrides: str) -> Graph:
-    return Graph(STAGES, load(["+hw=cpu", *overrides]), Store(tmp_path / "store"), Source(None, "tiny_r1", tmp_path / "digests.json"))
+    return Graph(
+        STAGES, load(["+hw=cpu", *overrides]), Store(tmp_path / "store"), Source(None, "tiny_r1", tmp_path / "digests.json")
+    )
 
 
 def build(tmp_path: Path, *overrides: str) -> list[str]:
@@ -177,7 +181,9 @@ def test_a_stage_process_dies_with_its_parent(tmp_path: Path) -> None:
         time.sleep(60)
         """
     )
-    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()}
+    )
     assert process.stdout
     child_pid = int(process.stdout.readline())
     process.kill()
