@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from pipeline.checkpoint.problems import Problem, Report, refuse
 from pipeline.core.errors import ConfigError
 from pipeline.formats.numerics import Array
 
@@ -48,13 +50,14 @@ class TensorInfo:
         return self.stop - self.start
 
 
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one file, in the order of their bytes."""
+def read_header(file: Path, report: Report = refuse) -> dict[str, TensorInfo]:
+    """The tensors of one file, in the order of their bytes. Holes and overlaps are told to `report`."""
     size = _size(file)
     base, header = _parse(file, size)
     infos = [_info(file, base, name, entry) for name, entry in header.items() if name != "__metadata__"]
     infos.sort(key=lambda info: (info.start, info.stop))
-    _check_coverage(file, infos, base, size)
+    for problem in _coverage_faults(file, infos, base, size):
+        report(problem)
     return {info.name: info for info in infos}
 
 
@@ -111,14 +114,16 @@ def _info(file: Path, base: int, name: str, entry: Any) -> TensorInfo:
     return TensorInfo(name, dtype, shape, file, base + start, base + stop)
 
 
-def _check_coverage(file: Path, infos: list[TensorInfo], base: int, size: int) -> None:
+def _coverage_faults(file: Path, infos: list[TensorInfo], base: int, size: int) -> Iterator[Problem]:
     """Tensors must fill the file without holes and without sharing bytes."""
     end = base
     for info in infos:
         if info.start != end:
             kind = "shares bytes with the tensor before it" if info.start < end else "leaves a hole before it"
-            raise ConfigError(f"{file}: {info.name} {kind}; write the checkpoint again with safetensors.")
-        end = info.stop
+            text = f"{file}: {info.name} {kind}; write the checkpoint again with safetensors."
+            yield Problem("byte ranges", info.name, text)
+        end = max(end, info.stop)
     if end != size:
         fault = "was cut off" if end > size else "has bytes that belong to no tensor"
-        raise ConfigError(f"{file} {fault}: its header describes {end} bytes, the file has {size}. Copy it again.")
+        text = f"{file} {fault}: its header describes {end} bytes, the file has {size}. Copy it again."
+        yield Problem("file size", "", text)

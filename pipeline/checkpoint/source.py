@@ -14,13 +14,14 @@ from typing import Any
 
 from pipeline.checkpoint.digest import digest
 from pipeline.checkpoint.layout import SCALE_SUFFIXES, Place, parameters, place_of
+from pipeline.checkpoint.problems import Problem, Report, refuse, refuse_all
 from pipeline.checkpoint.reader import TensorInfo, read_header, read_tensor
 from pipeline.core.errors import ConfigError
 from pipeline.formats import Format, get_format
 from pipeline.formats.numerics import Array, Float32
 from pipeline.models.arch import Arch
 
-__all__ = ["Checkpoint", "Entry", "INDEX", "dequantized", "digest", "pair", "read_json"]
+__all__ = ["INDEX", "Checkpoint", "Entry", "Stored", "dequantized", "digest", "pair", "read_json", "read_stored"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -84,13 +85,32 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Read the configuration and every header, and refuse what does not fit together."""
+        """Read the configuration and every header, and refuse what does not fit together, all of it at once."""
+        checkpoint, problems = cls.survey(folder)
+        refuse_all(problems)
+        return checkpoint
+
+    @classmethod
+    def survey(cls, folder: Path) -> tuple[Checkpoint, list[Problem]]:
+        """What can be understood of the folder, and everything that does not fit together."""
         arch = Arch.from_dir(folder)
         config = read_json(folder / "config.json")
-        shards, tensors = _tensors(folder)
-        entries = {entry.name: entry for entry in pair(tensors, arch)}
-        _check_complete(folder, arch, entries)
-        return cls(folder, config, arch, shards, tensors, entries)
+        problems: list[Problem] = []
+        stored = read_stored(folder, problems.append)
+        entries = {entry.name: entry for entry in pair(stored.tensors, arch, problems.append, stored.lost)}
+        known = stored.lost | {problem.tensor for problem in problems}
+        problems += _incomplete(folder, arch, entries, known)
+        return cls(folder, config, arch, stored.shards, stored.tensors, entries), problems
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the shards of a folder hold."""
+
+    shards: tuple[Path, ...]
+    tensors: dict[str, TensorInfo]
+    lost: frozenset[str]
+    """Tensors that the index places in files which cannot be read."""
 
 
 def dequantized(folder: Path) -> Iterator[tuple[str, Float32]]:
@@ -110,36 +130,71 @@ def read_json(file: Path) -> dict[str, Any]:
     return table
 
 
-def _tensors(folder: Path) -> tuple[tuple[Path, ...], dict[str, TensorInfo]]:
-    """Shards and tensors, from the index or the single file."""
-    if not (folder / INDEX).is_file():
-        if not (folder / SINGLE).is_file():
-            raise ConfigError(f"{folder} has neither {INDEX} nor {SINGLE}: point at a Hugging Face checkpoint.")
-        return (folder / SINGLE,), read_header(folder / SINGLE)
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ConfigError(f"{folder / INDEX} has no weight_map from tensor names to files: download it again.")
-    shards = tuple(folder / name for name in sorted(set(weight_map.values())))
+def read_stored(folder: Path, report: Report) -> Stored:
+    """Every header of the folder, by its index where it has one."""
+    weight_map = _weight_map(folder, report)
+    files = {folder / name for name in weight_map.values()} if weight_map is not None else folder.glob("*.safetensors")
+    shards = tuple(sorted(files))
     tensors: dict[str, TensorInfo] = {}
+    strays: list[TensorInfo] = []
+    unread: set[str] = set()
     for shard in shards:
-        _merge(tensors, read_header(shard), weight_map, shard)
-    if missing := weight_map.keys() - tensors.keys():
-        name = min(missing)
-        raise ConfigError(f"{folder / INDEX} places {name} in {weight_map[name]}, which does not hold it.")
-    return shards, tensors
+        try:
+            header = read_header(shard, report)
+        except ConfigError as error:
+            report(Problem("unreadable file", "", str(error)))
+            unread.add(shard.name)
+            continue
+        for name, info in header.items():
+            at_home = name not in tensors if weight_map is None else weight_map.get(name) == shard.name
+            if at_home:
+                tensors[name] = info
+            else:
+                strays.append(info)
+    placed = weight_map or {}
+    _report_strays(strays, tensors, placed, report)
+    lost = frozenset(name for name, file in placed.items() if file in unread)
+    for name in sorted(placed.keys() - tensors.keys() - lost):
+        text = f"{folder / INDEX} places {name} in {placed[name]}, which does not hold it."
+        report(Problem("index without tensor", name, text))
+    return Stored(shards, tensors, lost)
 
 
-def _merge(tensors: dict[str, TensorInfo], header: dict[str, TensorInfo], weight_map: dict[str, str], shard: Path) -> None:
-    """Add one shard's tensors, each of which the index must place there."""
-    for name, info in header.items():
-        if weight_map.get(name) != shard.name:
-            where = weight_map.get(name, "nowhere")
-            raise ConfigError(f"{shard} holds {name}, which {INDEX} places {where}: index and shard disagree.")
-        tensors[name] = info
+def _weight_map(folder: Path, report: Report) -> dict[str, str] | None:
+    """The index; None without one, which is right only for a single file."""
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConfigError(f"{folder / INDEX} has no weight_map from tensor names to files: download it again.")
+        return weight_map
+    if (folder / SINGLE).is_file():
+        return dict.fromkeys(read_header(folder / SINGLE, lambda problem: None), SINGLE)
+    text = f"{folder} has neither {INDEX} nor {SINGLE}: point at a Hugging Face checkpoint."
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(text)
+    report(Problem("no index", "", text))
+    return None
 
 
-def pair(tensors: dict[str, TensorInfo], arch: Arch) -> Iterator[Entry]:
-    """Join each weight with its scales; every tensor must end up in one entry."""
+def _report_strays(
+    strays: list[TensorInfo], tensors: dict[str, TensorInfo], weight_map: dict[str, str], report: Report
+) -> None:
+    """Tensors that lie in another file than the index says, or in a second one."""
+    for info in strays:
+        if info.name in tensors:
+            files = f"{tensors[info.name].file.name} and {info.file.name}"
+            text = f"{info.file.parent} stores {info.name} in both {files}: loaders take either, remove one of them."
+            report(Problem("name in two shards", info.name, text))
+        else:
+            where = weight_map.get(info.name, "nowhere")
+            text = f"{info.file} holds {info.name}, which {INDEX} places {where}: index and shard disagree."
+            report(Problem("tensor without index", info.name, text))
+
+
+def pair(
+    tensors: dict[str, TensorInfo], arch: Arch, report: Report = refuse, lost: frozenset[str] = frozenset()
+) -> Iterator[Entry]:
+    """Join each weight with its scales; every tensor must end up in one entry. Weights with `lost` scales are left out."""
     scales = {name for name in tensors if name.rpartition(".")[2] in SCALE_SUFFIXES}
     used: set[str] = set()
     for name, info in tensors.items():
@@ -150,13 +205,20 @@ def pair(tensors: dict[str, TensorInfo], arch: Arch) -> Iterator[Entry]:
         if leaf == "weight":
             found |= {s: tensors[f"{module}.{s}"] for s in SCALE_SUFFIXES if f"{module}.{s}" in tensors}
         used.update(tensor.name for tensor in found.values())
-        yield _entry(name, place_of(module, arch), found)
-    if orphans := scales - used:
-        name = min(orphans)
-        raise ConfigError(f"{tensors[name].file} holds the scale {name}, but no shard holds its weight.")
+        if lost and any(f"{module}.{suffix}" in lost for suffix in SCALE_SUFFIXES):
+            continue
+        entry = _entry(name, place_of(module, arch), found)
+        if isinstance(entry, Entry):
+            yield entry
+        else:
+            report(entry)
+    for name in sorted(scales - used):
+        if name.rpartition(".")[0] + ".weight" not in lost:
+            text = f"{tensors[name].file} holds the scale {name}, but no shard holds its weight."
+            report(Problem("orphan scale", name, text))
 
 
-def _entry(name: str, place: Place, tensors: dict[str, TensorInfo]) -> Entry:
+def _entry(name: str, place: Place, tensors: dict[str, TensorInfo]) -> Entry | Problem:
     """Recognise the format from the stored types."""
     main = tensors[name.rpartition(".")[2]]
     scales = tuple(sorted(tensors.keys() - {name.rpartition(".")[2]}))
@@ -168,36 +230,45 @@ def _entry(name: str, place: Place, tensors: dict[str, TensorInfo]) -> Entry:
     kind = "bf16" if main.dtype in _PLAIN and not scales else known.get((main.dtype, scales))
     if kind is None:
         beside = f"beside {', '.join(scales)}" if scales else "without a scale"
-        raise ConfigError(
+        text = (
             f"{main.file} stores {name} as {main.dtype} {beside}, which is no layout known here: fp8_block needs "
             f"F8_E4M3 and weight_scale_inv, fp8 F8_E4M3, weight_scale and input_scale, nvfp4 U8 and all three scales."
         )
+        return Problem("missing scale" if main.dtype == "F8_E4M3" else "unknown layout", name, text)
     shape = main.shape if kind != "nvfp4" else (*main.shape[:-1], main.shape[-1] * 2)
     entry = Entry(name, place, get_format(kind), shape, tensors)
-    _check_scales(entry)
-    return entry
+    return _scale_fault(entry) or entry
 
 
-def _check_scales(entry: Entry) -> None:
+def _scale_fault(entry: Entry) -> Problem | None:
     """The scales must have the shapes that the weight's implies."""
     if len(entry.tensors) == 1:
-        return
-    for output in entry.format.outputs(entry.place.module, entry.shape):
+        return None
+    try:
+        outputs = entry.format.outputs(entry.place.module, entry.shape)
+    except ConfigError as error:
+        return Problem("shape", entry.name, str(error))
+    for output in outputs:
         info = entry.tensors[output.suffix]
         if (info.dtype, info.shape) != (output.dtype, output.shape):
-            raise ConfigError(
+            text = (
                 f"{info.file} stores {info.name} as {info.dtype}{list(info.shape)}, but {entry.format.name} weights "
                 f"of shape {list(entry.shape)} need {output.dtype}{list(output.shape)}."
             )
+            return Problem("shape of a scale", entry.name, text)
+    return None
 
 
-def _check_complete(folder: Path, arch: Arch, entries: dict[str, Entry]) -> None:
-    """Every parameter of the architecture must be there, with its shape."""
+def _incomplete(folder: Path, arch: Arch, entries: dict[str, Entry], known: set[str] | frozenset[str]) -> Iterator[Problem]:
+    """Every parameter of the architecture must be there, with its shape; those of `known` problems are not told again."""
     for name, shape in parameters(arch):
-        if name not in entries:
-            raise ConfigError(
+        if name in entries and entries[name].shape != shape:
+            stored = list(entries[name].shape)
+            text = f"{folder} holds {name} as {stored}; config.json means {list(shape)}."
+            yield Problem("shape", name, text)
+        elif name not in entries and name not in known:
+            text = (
                 f"{folder} lacks {name}, which its config.json implies ({arch.num_hidden_layers} layers and "
                 f"{arch.num_nextn_predict_layers} MTP layers): download the missing shard, or correct config.json."
             )
-        if entries[name].shape != shape:
-            raise ConfigError(f"{folder} holds {name} as {list(entries[name].shape)}; config.json means {list(shape)}.")
+            yield Problem("missing parameter", name, text)

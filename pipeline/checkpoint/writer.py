@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from pipeline.checkpoint.reader import DTYPES, TensorInfo
 from pipeline.core.errors import StageError
 from pipeline.formats.numerics import Array
 
-__all__ = ["ShardWriter", "TensorPlan", "fsync_dir"]
+__all__ = ["ShardWriter", "TensorPlan", "fsync_dir", "lay_out"]
 
 ALIGNMENT = 64
 
@@ -36,8 +36,7 @@ class ShardWriter:
         """`scratch` is the folder of the unfinished file, on the same file system; by default that of `path`."""
         self.path = path
         self.part = (scratch or path.parent) / f".{path.name}.part"
-        ordered = sorted(plan, key=lambda item: (-DTYPES[item[1]].itemsize, item[0]))
-        header, self.infos = _layout(self.part, ordered)
+        header, self.infos = lay_out(self.part, plan)
         self._left = set(self.infos)
         self._fd = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.pwrite(self._fd, header, 0)
@@ -85,8 +84,9 @@ def fsync_dir(folder: Path) -> None:
         os.close(fd)
 
 
-def _layout(file: Path, ordered: Sequence[TensorPlan]) -> tuple[bytes, dict[str, TensorInfo]]:
+def lay_out(file: Path, plan: Iterable[TensorPlan]) -> tuple[bytes, dict[str, TensorInfo]]:
     """Header bytes, padded with spaces so that data starts aligned, and each tensor's place."""
+    ordered = sorted(plan, key=lambda item: (-DTYPES[item[1]].itemsize, item[0]))
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset, places = 0, []
     for name, dtype, shape in ordered:

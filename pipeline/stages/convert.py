@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 from pipeline.core.stage import Need, Stage, StageContext
 
 if TYPE_CHECKING:
+    from pipeline.checkpoint.conversion import ConversionPlan, OutputShard, Step
     from pipeline.checkpoint.recipe import Recipe
     from pipeline.checkpoint.source import Checkpoint, Entry
-    from pipeline.checkpoint.writer import TensorPlan
     from pipeline.config.schema import Config
     from pipeline.formats.numerics import Array
 
@@ -56,158 +56,121 @@ STAGE = Stage(
 )
 
 
-@dataclass(slots=True)
-class Shard:
-    """One output file: its parameters, and the tensors that they become."""
-
-    path: Path
-    entries: list[Entry]
-    plan: list[TensorPlan]
-
-    @property
-    def num_source_bytes(self) -> int:
-        """What is read for it."""
-        return sum(entry.num_bytes for entry in self.entries)
-
-
 @dataclass(frozen=True, slots=True)
 class Converter:
-    """The arithmetic on one parameter; safe to call from several threads."""
+    """The arithmetic of a plan's steps; safe to call from several threads."""
 
-    source: Checkpoint
-    recipe: Recipe
+    plan: ConversionPlan
     amaxes: dict[str, float] = field(default_factory=dict)
 
-    def plan(self, entry: Entry) -> list[TensorPlan]:
-        """Names, types and shapes that the parameter will have."""
-        if self.recipe.keeps(entry):
-            return [(info.name, info.dtype, info.shape) for info in entry.tensors.values()]
-        if entry.name.endswith("e_score_correction_bias"):
-            return [(entry.name, "F32", entry.shape)]
-        outputs = self.recipe.format_of(entry.place).outputs(entry.place.module, entry.shape)
-        return [(f"{entry.place.module}.{output.suffix}", output.dtype, output.shape) for output in outputs]
-
-    def convert(self, entry: Entry) -> dict[str, Array]:
+    def convert(self, step: Step) -> dict[str, Array]:
         """The parameter's new tensors, by full name."""
         from pipeline.formats.numerics import BF16
 
-        amax = self.amax(entry)
-        if self.recipe.keeps(entry):
+        entry, amax = step.entry, self.amax(step.entry)
+        if step.copies:
             return {info.name: array for info, array in zip(entry.tensors.values(), entry.load().values(), strict=True)}
-        if entry.name.endswith("e_score_correction_bias"):
+        if len(step.outputs) == 1 and step.outputs[0][1] == "F32":
             return {entry.name: entry.dequantized()}
-        target = self.recipe.format_of(entry.place)
-        if entry.place.partner and target.static_input:
-            amax = max(amax, self.amax(self.source.entries[f"{entry.place.partner}.weight"]))
-        stored = target.quantize(entry.dequantized().astype(BF16), amax=amax, input_scale=self.recipe.input_scale)
+        if step.fused:
+            amax = max(amax, self.amax(self.plan.source.entries[step.fused]))
+        input_scale = self.plan.recipe.input_scale
+        stored = step.target.quantize(entry.dequantized().astype(BF16), amax=amax, input_scale=input_scale)
         return {f"{entry.place.module}.{suffix}": array for suffix, array in stored.items()}
 
     def amax(self, entry: Entry) -> float:
         """Largest magnitude of a parameter; computed once, and refused when it is not finite."""
-        from pipeline.core.errors import ConfigError
+        from pipeline.checkpoint.conversion import not_finite
+        from pipeline.checkpoint.problems import refuse
 
         if entry.name not in self.amaxes:
             self.amaxes[entry.name] = entry.amax()
         if not isfinite(self.amaxes[entry.name]):
-            raise ConfigError(
-                f"{entry.main.file} holds NaN or infinity in {entry.name} or its scales: the file is damaged, or was "
-                f"never valid; download it again."
-            )
+            refuse(not_finite(entry))
         return self.amaxes[entry.name]
 
 
 class Journal:
     """Records of finished shards."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(exist_ok=True)
-        for part in folder.glob(".*.part"):
+    def __init__(self, out: Path) -> None:
+        self.out, self.folder = out, out / JOURNAL
+        self.folder.mkdir(exist_ok=True)
+        for part in self.folder.glob(".*.part"):
             part.unlink()
 
-    def holds(self, shard: Shard, key: str) -> bool:
+    def holds(self, shard: OutputShard, key: str) -> bool:
         """Whether the shard is there, from these very inputs, with the bytes that were written."""
         from pipeline.checkpoint.digest import file_sha256
 
         try:
-            record = json.loads((self.folder / f"{shard.path.name}.json").read_text(encoding="utf-8"))
-            return record["key"] == key and record["size"] == shard.path.stat().st_size and (
-                record["sha256"] == file_sha256(shard.path)
+            path = self.out / shard.name
+            record = json.loads((self.folder / f"{shard.name}.json").read_text(encoding="utf-8"))
+            return record["key"] == key and record["size"] == path.stat().st_size and (
+                record["sha256"] == file_sha256(path)
             )
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
-    def record(self, shard: Shard, key: str) -> None:
+    def record(self, shard: OutputShard, key: str) -> None:
         """Remember a published shard."""
         from pipeline.checkpoint.digest import file_sha256
         from pipeline.core.jsonio import write_json
 
-        path = shard.path
+        path = self.out / shard.name
         facts = {"name": path.name, "size": path.stat().st_size, "sha256": file_sha256(path), "key": key}
         write_json(self.folder / f"{path.name}.json", facts)
 
 
 def run(ctx: StageContext) -> None:
     """Plan everything, write what is not there yet, then describe it."""
+    from pipeline.checkpoint.conversion import plan_conversion
+    from pipeline.checkpoint.problems import refuse_all
     from pipeline.checkpoint.recipe import Recipe
     from pipeline.checkpoint.source import Checkpoint
 
     assert ctx.checkpoint is not None
     source = Checkpoint.open(ctx.checkpoint)
-    converter = Converter(source, Recipe.from_file(ctx.inputs["plan"] / "precision.json"))
-    shards = plan_shards(converter, ctx.out)
-    journal = Journal(ctx.out / JOURNAL)
-    ctx.progress.start(sum(shard.num_source_bytes for shard in shards), "B")
-    write_shards(ctx, converter, shards, journal)
-    describe(ctx, converter, shards)
+    plan = plan_conversion(source, Recipe.from_file(ctx.inputs["plan"] / "precision.json"))
+    refuse_all(plan.problems)
+    journal = Journal(ctx.out)
+    ctx.progress.start(sum(shard.num_source_bytes for shard in plan.shards), "B")
+    write_shards(ctx, plan, journal)
+    describe(ctx, plan)
     shutil.rmtree(journal.folder)
 
 
-def plan_shards(converter: Converter, out: Path) -> list[Shard]:
-    """Every output tensor, before anything is written."""
-    by_file: dict[Path, list[Entry]] = {file: [] for file in converter.source.shards}
-    for entry in converter.source.entries.values():
-        by_file[entry.main.file].append(entry)
-    groups = [entries for entries in by_file.values() if entries]
-    return [
-        Shard(
-            out / f"model-{number:05d}-of-{len(groups):05d}.safetensors",
-            entries,
-            [tensor for entry in entries for tensor in converter.plan(entry)],
-        )
-        for number, entries in enumerate(groups, 1)
-    ]
-
-
-def write_shards(ctx: StageContext, converter: Converter, shards: list[Shard], journal: Journal) -> None:
+def write_shards(ctx: StageContext, plan: ConversionPlan, journal: Journal) -> None:
     """Write the shards that the journal does not vouch for."""
-    keys = [_shard_key(converter, shard) for shard in shards]
+    shards, converter = plan.shards, Converter(plan)
+    keys = [_shard_key(plan.recipe, shard) for shard in shards]
     todo = [(shard, key) for shard, key in zip(shards, keys, strict=True) if not journal.holds(shard, key)]
     _require_space(ctx.out, [shard for shard, _ in todo])
     if kept := len(shards) - len(todo):
         ctx.progress.note(f"{kept} of {len(shards)} shards are finished from an earlier run")
         ctx.progress.advance(sum(shard.num_source_bytes for shard in shards) - sum(s.num_source_bytes for s, _ in todo))
     for shard, key in todo:
-        write_shard(ctx, converter, shard, journal.folder)
+        write_shard(ctx, converter, shard)
         journal.record(shard, key)
 
 
-def write_shard(ctx: StageContext, converter: Converter, shard: Shard, scratch: Path) -> None:
+def write_shard(ctx: StageContext, converter: Converter, shard: OutputShard) -> None:
     """One file, its parameters on several threads; each is written where the header has its place."""
     from pipeline.checkpoint.writer import ShardWriter
 
-    with ShardWriter(shard.path, shard.plan, scratch) as writer, ThreadPoolExecutor(_num_workers()) as pool:
-        for num_bytes in pool.map(partial(_convert_into, writer.write, converter), shard.entries):
+    writer = ShardWriter(ctx.out / shard.name, shard.plan, ctx.out / JOURNAL)
+    with writer, ThreadPoolExecutor(_num_workers()) as pool:
+        for num_bytes in pool.map(partial(_convert_into, writer.write, converter), shard.steps):
             ctx.progress.advance(num_bytes)
 
 
-def _convert_into(write: Any, converter: Converter, entry: Entry) -> int:
-    for name, array in converter.convert(entry).items():
+def _convert_into(write: Any, converter: Converter, step: Step) -> int:
+    for name, array in converter.convert(step).items():
         write(name, array)
-    return entry.num_bytes
+    return step.entry.num_bytes
 
 
-def describe(ctx: StageContext, converter: Converter, shards: list[Shard]) -> None:
+def describe(ctx: StageContext, plan: ConversionPlan) -> None:
     """Index, configurations and companions, all from the headers on disk; then open the result as a reader would."""
     from pipeline.checkpoint.digest import companions
     from pipeline.checkpoint.quant_config import quantization_tables
@@ -215,13 +178,14 @@ def describe(ctx: StageContext, converter: Converter, shards: list[Shard]) -> No
     from pipeline.checkpoint.source import INDEX, Checkpoint, pair
     from pipeline.core.jsonio import write_json
 
-    _remove_strangers(ctx.out, {shard.path for shard in shards})
-    source = converter.source
-    tensors = {name: info for shard in shards for name, info in read_header(shard.path).items()}
+    files = [ctx.out / shard.name for shard in plan.shards]
+    _remove_strangers(ctx.out, set(files))
+    source = plan.source
+    tensors = {name: info for file in files for name, info in read_header(file).items()}
     total = sum(info.num_bytes for info in tensors.values())
     weight_map = {name: info.file.name for name, info in tensors.items()}
     write_json(ctx.out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    inline, modelopt = quantization_tables(pair(tensors, source.arch), converter.recipe.kv_cache)
+    inline, modelopt = quantization_tables(pair(tensors, source.arch), plan.recipe.kv_cache)
     config = {name: value for name, value in source.config.items() if name != "quantization_config"}
     write_json(ctx.out / "config.json", config | ({"quantization_config": inline} if inline else {}))
     if modelopt:
@@ -230,22 +194,22 @@ def describe(ctx: StageContext, converter: Converter, shards: list[Shard]) -> No
         shutil.copyfile(file, ctx.out / file.name)
     written = Checkpoint.open(ctx.out)
     _check_counts(source, written)
-    write_json(ctx.out / "conversion.json", summary(converter, written))
+    write_json(ctx.out / "conversion.json", summary(plan, written))
     ctx.progress.note(_sentence(source, written))
 
 
-def summary(converter: Converter, written: Checkpoint) -> dict[str, Any]:
+def summary(plan: ConversionPlan, written: Checkpoint) -> dict[str, Any]:
     """What was done, for people and for `verify`."""
-    source, recipe = converter.source, converter.recipe
+    source = plan.source
     classes: dict[str, dict[str, Counter[str]]] = {}
     for entry in written.entries.values():
         kind = classes.setdefault(entry.place.kind, {}).setdefault(entry.format.name, Counter())
         kind.update(parameters=prod(entry.shape), bytes=entry.num_bytes, count=1)
     return {
-        "recipe": asdict(recipe),
+        "recipe": asdict(plan.recipe),
         "rounding": "a weight that changes format is rounded to bf16 first (as ModelOpt does), then quantised",
         "classes": classes,
-        "kept_byte_for_byte": sum(recipe.keeps(entry) for entry in source.entries.values()),
+        "kept_byte_for_byte": sum(step.copies for step in plan.steps),
         "parameters_in": len(source.entries), "parameters_out": len(written.entries),
         "tensors_in": len(source.tensors), "tensors_out": len(written.tensors),
         "bytes_in": sum(info.num_bytes for info in source.tensors.values()),
@@ -271,20 +235,19 @@ def _sentence(source: Checkpoint, written: Checkpoint) -> str:
     return f"{len(written.entries)} parameters; linear layers: {kinds}; {before / 1e6:.1f} MB became {after / 1e6:.1f} MB"
 
 
-def _shard_key(converter: Converter, shard: Shard) -> str:
+def _shard_key(recipe: Recipe, shard: OutputShard) -> str:
     """Names everything that the shard's bytes follow from."""
-    files = sorted({info.file for entry in shard.entries for info in entry.tensors.values()})
+    files = sorted({info.file for step in shard.steps for info in step.entry.tensors.values()})
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    facts = [STAGE.version, asdict(converter.recipe), stamps, shard.plan]
+    facts = [STAGE.version, asdict(recipe), stamps, shard.plan]
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _require_space(out: Path, shards: list[Shard]) -> None:
+def _require_space(out: Path, shards: list[OutputShard]) -> None:
     """Refuse at once what would fail after hours."""
-    from pipeline.checkpoint.reader import DTYPES
     from pipeline.core.errors import StageError
 
-    wanted = sum(prod(shape) * DTYPES[dtype].itemsize for shard in shards for _, dtype, shape in shard.plan)
+    wanted = sum(shard.num_bytes for shard in shards)
     free = shutil.disk_usage(out).free
     if wanted > free:
         raise StageError(

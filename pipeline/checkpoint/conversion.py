@@ -1,0 +1,148 @@
+"""The plan of a conversion: what becomes of each parameter, from headers and block scales, before a weight is read.
+
+`convert` executes it and `convert --dry-run` prints it; there is no second one. The work is linear in the number of
+tensors. Of an FP8 block weight the scales alone bound its magnitude, |w| <= 448 * scale, and tell of NaN and infinity
+before hours have gone by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite, prod
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.checkpoint.problems import Problem
+from pipeline.checkpoint.reader import DTYPES
+from pipeline.checkpoint.recipe import Recipe
+from pipeline.checkpoint.source import Checkpoint, Entry
+from pipeline.checkpoint.writer import TensorPlan
+from pipeline.core.errors import ConfigError
+from pipeline.formats import Format
+
+__all__ = ["ConversionPlan", "OutputShard", "Step", "not_finite", "plan_conversion"]
+
+BIAS = "e_score_correction_bias"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What becomes of one parameter."""
+
+    entry: Entry
+    target: Format
+    copies: bool
+    """Whether the stored bytes are taken over unchanged."""
+    fused: str | None
+    """The parameter that must have the same tensor-wide scale."""
+    outputs: tuple[TensorPlan, ...]
+    amax_limit: float | None
+    """What no magnitude of the weight exceeds, where its scales tell."""
+
+    @property
+    def action(self) -> str:
+        """As the table says it."""
+        if self.copies:
+            return "copy"
+        if self.target.quant_algo is None:
+            return f"{'dequantise' if self.entry.quantised else 'cast'} to {self.outputs[0][1]}"
+        return f"{'requantise' if self.entry.quantised else 'quantise'} to {self.target.name}"
+
+    @property
+    def num_bytes(self) -> int:
+        """What will be written for it."""
+        return sum(prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShard:
+    """One output file: the parameters whose weights lie in one source file."""
+
+    name: str
+    steps: tuple[Step, ...]
+
+    @property
+    def plan(self) -> list[TensorPlan]:
+        """Its tensors."""
+        return [tensor for step in self.steps for tensor in step.outputs]
+
+    @property
+    def num_source_bytes(self) -> int:
+        """What is read for it."""
+        return sum(step.entry.num_bytes for step in self.steps)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is written, the header aside."""
+        return sum(step.num_bytes for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """Every output shard, and why the plan cannot be carried out, if so."""
+
+    source: Checkpoint
+    recipe: Recipe
+    shards: tuple[OutputShard, ...]
+    problems: tuple[Problem, ...]
+
+    @property
+    def steps(self) -> list[Step]:
+        """Of all shards, in order."""
+        return [step for shard in self.shards for step in shard.steps]
+
+
+def plan_conversion(source: Checkpoint, recipe: Recipe) -> ConversionPlan:
+    """Plan everything; nothing is written."""
+    problems: list[Problem] = []
+    limits = _amax_limits(source)
+    problems += [not_finite(source.entries[name]) for name, limit in limits.items() if not isfinite(limit)]
+    by_file: dict[Path, list[Step]] = {file: [] for file in source.shards}
+    for entry in source.entries.values():
+        try:
+            step = _step(recipe, entry, limits.get(entry.name))
+        except ConfigError as error:
+            problems.append(Problem(f"{recipe.format_of(entry.place).name} cannot hold it", entry.name, str(error)))
+            continue
+        by_file[entry.main.file].append(step)
+    groups = [tuple(steps) for steps in by_file.values() if steps]
+    names = (f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1))
+    shards = tuple(OutputShard(name, steps) for name, steps in zip(names, groups, strict=True))
+    return ConversionPlan(source, recipe, shards, tuple(problems))
+
+
+def not_finite(entry: Entry) -> Problem:
+    """NaN or infinity was found in the parameter."""
+    text = (
+        f"{entry.main.file} holds NaN or infinity in {entry.name} or its scales: the file is damaged, or was "
+        f"never valid; download it again."
+    )
+    return Problem("not finite", entry.name, text)
+
+
+def _step(recipe: Recipe, entry: Entry, limit: float | None) -> Step:
+    target, module = recipe.format_of(entry.place), entry.place.module
+    fused = f"{entry.place.partner}.weight" if entry.place.partner and target.static_input else None
+    if recipe.keeps(entry):
+        kept = tuple((info.name, info.dtype, info.shape) for info in entry.tensors.values())
+        return Step(entry, target, True, None, kept, limit)
+    if entry.name.endswith(BIAS):
+        return Step(entry, target, False, None, ((entry.name, "F32", entry.shape),), limit)
+    outputs = target.outputs(module, entry.shape)
+    return Step(entry, target, False, fused, tuple((f"{module}.{o.suffix}", o.dtype, o.shape) for o in outputs), limit)
+
+
+def _amax_limits(source: Checkpoint) -> dict[str, float]:
+    """448 times the largest block scale of each FP8 block weight; each file is mapped once."""
+    by_file: dict[Path, list[Entry]] = {}
+    for entry in source.entries.values():
+        if entry.format.name == "fp8_block":
+            by_file.setdefault(entry.tensors["weight_scale_inv"].file, []).append(entry)
+    limits: dict[str, float] = {}
+    for file, entries in by_file.items():
+        raw = np.asarray(np.memmap(file, np.uint8, "r"))
+        for entry in entries:
+            info = entry.tensors["weight_scale_inv"]
+            limits[entry.name] = entry.format.limit({"weight_scale_inv": raw[info.start : info.stop].view("<f4")})
+    return limits
