@@ -33,6 +33,7 @@ options
   --json             JSON lines instead of text
   --config-dir DIR   a folder of your own config groups, beside conf/ (DIR/hw/mine.yaml is +hw=mine)
   --cfg              print the resolved configuration and stop
+  --dry-run          (convert) show what would be done to each tensor; write nothing
   --version          print the version and stop
 
 exit codes
@@ -48,6 +49,7 @@ class Options:
     as_json: bool = False
     config_dir: Path | None = None
     show_config: bool = False
+    dry_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Command:
     details: str
     function: str
     needs_config: bool = True
+    arguments: str = ""
+    """What it takes beside the settings."""
 
 
 COMMANDS: dict[str, Command] = {
@@ -68,8 +72,12 @@ COMMANDS: dict[str, Command] = {
     ),
     "convert": Command(
         "convert the checkpoint to the recipe of quant=",
-        "Streams shard by shard; a killed run goes on from the last finished shard.",
+        "Streams shard by shard; a killed run goes on from the last finished shard. --dry-run plans from the headers and\n"
+        "block scales alone (seconds at any size) and writes nothing: action, tensors and bytes of each module class, and\n"
+        "every problem; with --json the action, source range and output shard of each parameter. It exits with 2 when\n"
+        "there are problems.",
         "convert",
+        arguments="[--dry-run] ",
     ),
     "verify": Command(
         "compare the converted weights with the source, and gate on the result",
@@ -142,6 +150,8 @@ def _run(words: list[str]) -> int:
         print(_command_help(name))
         return 0
     options = _parse(rest)
+    if options.dry_run and "--dry-run" not in COMMANDS[name].arguments:
+        raise ConfigError(f"{name} has no --dry-run: only convert has; explain says what {name} would rebuild.")
     if options.show_config:
         from pipeline.config.load import resolved_yaml
 
@@ -159,7 +169,7 @@ def _function(name: str) -> Callable[[Options, Console], int]:
 
 def _parse(words: list[str]) -> Options:
     overrides: list[str] = []
-    as_json, show_config, config_dir = False, False, None
+    as_json, show_config, dry_run, config_dir = False, False, False, None
     rest = iter(words)
     for word in rest:
         match word.split("=", 1):
@@ -167,17 +177,22 @@ def _parse(words: list[str]) -> Options:
                 as_json = True
             case ["--cfg"]:
                 show_config = True
+            case ["--dry-run"]:
+                dry_run = True
             case ["--config-dir", folder]:
                 config_dir = Path(folder)
             case ["--config-dir"]:
                 config_dir = Path(next(rest, ""))
             case [option, *_] if option.startswith("-"):
                 raise ConfigError(
-                    f"There is no option {option}: known are --json, --config-dir DIR, --cfg and --help; settings are KEY=VALUE."
+                    f"There is no option {option}: known are --json, --config-dir DIR, --cfg, --dry-run and --help; "
+                    f"settings are KEY=VALUE."
                 )
             case _:
                 overrides.append(word)
-    return Options(overrides=overrides, as_json=as_json, config_dir=config_dir, show_config=show_config)
+    return Options(
+        overrides=overrides, as_json=as_json, config_dir=config_dir, show_config=show_config, dry_run=dry_run
+    )
 
 
 def _usage() -> str:
@@ -191,7 +206,7 @@ def _command_help(name: str) -> str:
     command = COMMANDS[name]
     settings = "+hw=NAME [GROUP=CHOICE ...] [KEY=VALUE ...] " if command.needs_config else ""
     lines = [
-        f"usage: python -m pipeline {name} {settings}[--json]",
+        f"usage: python -m pipeline {name} {command.arguments}{settings}[--json]",
         "",
         command.summary + ".",
         command.details,

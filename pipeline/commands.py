@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.load import load
+from pipeline.core.errors import ConfigError
 from pipeline.core.events import Console
 from pipeline.core.graph import Graph
 from pipeline.core.jsonio import read_json
@@ -35,7 +36,9 @@ def plan(options: Options, console: Console) -> int:
 
 
 def convert(options: Options, console: Console) -> int:
-    """Up to the converted checkpoint."""
+    """Up to the converted checkpoint; with --dry-run only the plan of it, which neither builds nor keeps anything."""
+    if options.dry_run:
+        return _dry_run(options, console)
     return _up_to("convert", options, console)
 
 
@@ -108,6 +111,26 @@ def doctor(options: Options, console: Console) -> int:
         console.line(finding.text())
     console.result({"command": "doctor", "findings": [finding.plain() for finding in findings]})
     return 0
+
+
+def _dry_run(options: Options, console: Console) -> int:
+    """Show what convert would do to each tensor. Problems make it exit with 2, as the conversion would."""
+    from pipeline.checkpoint.dry_run import dry_run
+    from pipeline.checkpoint.recipe import Recipe
+    from pipeline.stages.plan import make_plan, model_config
+
+    config = load(options.overrides, options.config_dir)
+    root = Path(config.store.root).expanduser().absolute()
+    folder = find_source(config, root).folder
+    if folder is None:
+        name = config.model.name
+        raise ConfigError(f"convert needs a checkpoint and model={name} names none: give its folder as checkpoint=DIR.")
+    recipe = Recipe.from_table(make_plan(config, model_config(config, folder)).precision)
+    found = dry_run(folder, recipe, root)
+    for line in found.lines():
+        console.line(line)
+    console.result({"command": "convert", "dry_run": True, **found.plain()} if options.as_json else {})
+    return ConfigError.exit_code if found.problems else 0
 
 
 def _up_to(stage: str, options: Options, console: Console) -> int:

@@ -43,7 +43,8 @@ class Step:
     @property
     def action(self) -> str:
         """As the table says it."""
-        if self.copies:
+        same_type = not self.entry.quantised and self.outputs[0][1] == self.entry.main.dtype
+        if self.copies or same_type:
             return "copy"
         if self.target.quant_algo is None:
             return f"{'dequantise' if self.entry.quantised else 'cast'} to {self.outputs[0][1]}"

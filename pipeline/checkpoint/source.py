@@ -98,7 +98,8 @@ class Checkpoint:
         problems: list[Problem] = []
         stored = read_stored(folder, problems.append)
         entries = {entry.name: entry for entry in pair(stored.tensors, arch, problems.append, stored.lost)}
-        known = stored.lost | {problem.tensor for problem in problems}
+        known = stored.lost | {f"{name.rpartition('.')[0]}.weight" for name in stored.lost}
+        known |= {problem.tensor for problem in problems}
         problems += _incomplete(folder, arch, entries, known)
         return cls(folder, config, arch, stored.shards, stored.tensors, entries), problems
 
