@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pipeline.models.arch import Arch
 
-__all__ = ["CLASSES", "Place", "SCALE_SUFFIXES", "parameters", "place_of"]
+__all__ = ["CLASSES", "SCALE_SUFFIXES", "Place", "parameters", "place_of"]
 
 CLASSES = (
     "embed", "lm_head", "norm", "router", "attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts", "mtp",
@@ -22,8 +22,9 @@ CLASSES = (
 SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "weight_scale_2", "input_scale")
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 _LINEAR = {
-    **dict.fromkeys((f"self_attn.{n}" for n in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")), "attention"),
+    **dict.fromkeys((f"self_attn.{n}" for n in _ATTENTION), "attention"),
     "self_attn.o_proj": "o_proj",
     **dict.fromkeys((f"mlp.{n}_proj" for n in ("gate", "up", "down")), "dense_mlp"),
     **dict.fromkeys((f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")), "shared_experts"),

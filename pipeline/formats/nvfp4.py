@@ -21,7 +21,17 @@ import numpy as np
 
 from pipeline.formats.base import Output, require_matrix
 from pipeline.formats.numerics import (
-    BF16, E2M1_MAX, E4M3, E4M3_MAX, E4M3_TINY, Array, Float32, decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3,
+    BF16,
+    E2M1_MAX,
+    E4M3,
+    E4M3_MAX,
+    E4M3_TINY,
+    Array,
+    Float32,
+    decode_e2m1,
+    decode_e4m3,
+    encode_e2m1,
+    encode_e4m3,
     row_strips,
 )
 

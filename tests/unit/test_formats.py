@@ -129,7 +129,9 @@ class TestFormats:
         stored = quantized("fp8", array)
         scale = torch.tensor(amax(array)) / 448 if array.astype(np.float32).any() else torch.tensor(1.0)
         assert stored["weight_scale"] == scale.numpy()
-        np.testing.assert_array_equal(stored["weight"].view(np.uint8), codes_of((as_torch(array) / scale).clamp(-448, 448)))
+        np.testing.assert_array_equal(
+            stored["weight"].view(np.uint8), codes_of((as_torch(array) / scale).clamp(-448, 448))
+        )
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("shape", [(192, 256), (128, 128), (130, 260), (5, 16)])
@@ -173,13 +175,16 @@ class TestFormats:
     @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero"])
     def test_nvfp4_is_modelopts_to_the_bit(self, kind: str) -> None:
         qtensor = pytest.importorskip(
-            "modelopt.torch.quantization.qtensor", reason="nvidia-modelopt is not installed: pip install nvidia-modelopt"
+            "modelopt.torch.quantization.qtensor",
+            reason="nvidia-modelopt is not installed: pip install nvidia-modelopt",
         )
         array = weight(kind)
         codes, scales, scale_2 = qtensor.NVFP4QTensor.quantize(as_torch(array).to(torch.bfloat16), 16)
         stored = quantized("nvfp4", array)
         assert stored["weight_scale_2"] == scale_2.numpy()
-        np.testing.assert_array_equal(stored["weight_scale"].view(np.uint8), scales.view(torch.uint8).numpy().reshape(192, 16))
+        np.testing.assert_array_equal(
+            stored["weight_scale"].view(np.uint8), scales.view(torch.uint8).numpy().reshape(192, 16)
+        )
         np.testing.assert_array_equal(stored["weight"], codes._quantized_data.numpy())
 
     def test_nvfp4_of_zeros_has_finite_scales_and_zero_codes(self) -> None:
@@ -187,7 +192,9 @@ class TestFormats:
         assert stored["weight_scale_2"] > 0 and (stored["weight_scale"].view(np.uint8) == 0x38).all()
         assert not stored["weight"].any()
 
-    @pytest.mark.parametrize(("name", "low", "high"), [("nvfp4", 19.5, 21.5), ("fp8", 31, 32.5), ("fp8_block", 31, 32.5), ("bf16", 300, 400)])
+    @pytest.mark.parametrize(
+        ("name", "low", "high"), [("nvfp4", 19.5, 21.5), ("fp8", 31, 32.5), ("fp8_block", 31, 32.5), ("bf16", 300, 400)]
+    )
     def test_sqnr_of_normal_weights(self, name: str, low: float, high: float) -> None:
         array = weight("normal", (512, 1024))
         error = get_format(name).dequantize(quantized(name, array)).astype(np.float64) - array.astype(np.float64)
@@ -206,7 +213,9 @@ class TestFormats:
             get_format("nvfp4").outputs("model.x", shape)
 
     def test_an_unknown_format_names_the_known_ones(self) -> None:
-        with pytest.raises(ConfigError, match="'int3' is not a weight format: choose one of bf16, fp8, fp8_block, nvfp4"):
+        with pytest.raises(
+            ConfigError, match="'int3' is not a weight format: choose one of bf16, fp8, fp8_block, nvfp4"
+        ):
             get_format("int3")
 
     @pytest.mark.parametrize("name", FORMATS)
