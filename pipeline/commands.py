@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.cli import Options
     from pipeline.config.schema import Config
 
-__all__ = ["convert", "doctor", "engine", "explain", "package", "plan", "serve", "smoke", "verify"]
+__all__ = ["convert", "doctor", "engine", "explain", "inspect", "package", "plan", "serve", "smoke", "verify"]
 
 
 def plan(options: Options, console: Console) -> int:
@@ -99,6 +99,21 @@ def explain(options: Options, console: Console) -> int:
         console.line(f"{state.stage.name:8} {status:10} {state.reason if not state.result else state.result.key[:12]}")
         stages.append({"stage": state.stage.name, "status": status, "reason": state.reason})
     console.result({"command": "explain", "stages": stages})
+    return 0
+
+
+def inspect(options: Options, console: Console) -> int:
+    """What a checkpoint folder holds, and what is odd about it; oddities are no error of the command."""
+    from pipeline.inspect import inspect as look
+    from pipeline.inspect.ranks import RankOptions
+
+    folders = [word for word in options.overrides if "=" not in word or Path(word).is_dir()]
+    if len(folders) != 1:
+        raise ConfigError(f"inspect takes one checkpoint folder, but got {len(folders)}: python -m pipeline inspect DIR.")
+    found = look(Path(folders[0]), RankOptions.parse(word for word in options.overrides if word not in folders))
+    for line in found.lines() if not options.as_json else ():
+        console.line(line)
+    console.result({"command": "inspect", **found.plain()} if options.as_json else {})
     return 0
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pipeline.models.arch import Arch
 
-__all__ = ["CLASSES", "SCALE_SUFFIXES", "Place", "parameters", "place_of"]
+__all__ = ["CLASSES", "SCALE_SUFFIXES", "Place", "classify", "parameters", "place_of"]
 
 CLASSES = (
     "embed", "lm_head", "norm", "router", "attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts", "mtp",
@@ -49,14 +49,19 @@ class Place:
 
 
 def place_of(module: str, arch: Arch) -> Place:
-    """Classify a module; one that DeepSeek-V3 does not have is "other"."""
+    """Classify a module of a known architecture."""
+    return classify(module, arch.num_hidden_layers)
+
+
+def classify(module: str, num_hidden_layers: int) -> Place:
+    """Classify a module by its name; one that DeepSeek-V3 does not have is "other"."""
     match = _LAYER.fullmatch(module)
     if match is None:
         return Place(module, _TOP.get(module, "other"), None, False, None)
     layer, rest = int(match[1]), match[2]
     kind = _kind_in_layer(rest)
     linear = kind in _LINEAR.values() or kind == "routed_experts"
-    if layer >= arch.num_hidden_layers:
+    if layer >= num_hidden_layers:
         kind = "mtp"
     return Place(module, kind, layer, linear, _partner(module) if linear else None)
 

@@ -134,8 +134,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_stored(folder: Path, report: Report) -> Stored:
     """Every header of the folder, by its index where it has one."""
     weight_map = _weight_map(folder, report)
-    files = {folder / name for name in weight_map.values()} if weight_map is not None else folder.glob("*.safetensors")
-    shards = tuple(sorted(files))
+    names = set(weight_map.values()) if weight_map is not None else {file.name for file in folder.glob("*.safetensors")}
+    shards = tuple(folder / name for name in sorted(names))
     tensors: dict[str, TensorInfo] = {}
     strays: list[TensorInfo] = []
     unread: set[str] = set()
@@ -146,8 +146,9 @@ def read_stored(folder: Path, report: Report) -> Stored:
             report(Problem("unreadable file", "", str(error)))
             unread.add(shard.name)
             continue
+        file = shard.name
         for name, info in header.items():
-            at_home = name not in tensors if weight_map is None else weight_map.get(name) == shard.name
+            at_home = name not in tensors if weight_map is None else weight_map.get(name) == file
             if at_home:
                 tensors[name] = info
             else:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pipeline.models.arch import Arch
 from pipeline.planner.params import FP8_BLOCK, NVFP4_BLOCK, Part, main_parts, mtp_parts
 
-__all__ = ["GIB", "Layout", "RankMemory", "block_of", "kv_bytes_per_token", "rank_memory", "tokens_per_block"]
+__all__ = ["GIB", "Layout", "RankMemory", "Shares", "block_of", "kv_bytes_per_token", "rank_memory", "tokens_per_block"]
 
 GIB = 2**30
 
@@ -115,7 +115,7 @@ def rank_memory(
     fraction: float,
 ) -> RankMemory:
     """Memory of one rank (they are alike: each holds ceil(experts / ep) experts)."""
-    shards = _Shards(layout, formats, gpus_per_node)
+    shards = Shares(layout, formats, gpus_per_node)
     weights = dict.fromkeys(("embed", "lm_head", "norm", "router"), 0)
     for part in main_parts(arch):
         fmt = formats.get(part.cls, "bf16")
@@ -149,7 +149,7 @@ def block_of(fmt: str) -> int:
     return {"fp8_block": FP8_BLOCK, "nvfp4": NVFP4_BLOCK}.get(fmt, 1)
 
 
-def _absorbed(arch: Arch, formats: Mapping[str, str], shards: _Shards, mtp: int) -> int:
+def _absorbed(arch: Arch, formats: Mapping[str, str], shards: Shares, mtp: int) -> int:
     """kv_b a second time, transposed for decoding: prefill multiplies by it, decoding absorbs it."""
     kv_b = [part for part in main_parts(arch) if part.name == "kv_b_proj"]
     total = sum(shards.bytes(part, formats.get("attention", "bf16")) for part in kv_b)
@@ -157,7 +157,7 @@ def _absorbed(arch: Arch, formats: Mapping[str, str], shards: _Shards, mtp: int)
 
 
 @dataclass(frozen=True, slots=True)
-class _Shards:
+class Shares:
     """How many ranks share a tensor."""
 
     layout: Layout
@@ -166,10 +166,14 @@ class _Shards:
 
     def bytes(self, part: Part, fmt: str) -> int:
         """This rank's share of `part`."""
+        return self.share(part, fmt, part.bytes(fmt))
+
+    def share(self, part: Part, fmt: str, size: int) -> int:
+        """This rank's share of `size` bytes, which is what `part` takes."""
         if part.cls == "routed_experts":
             held = math.ceil(part.count / self.layout.ep) / part.count
-            return math.ceil(part.bytes(fmt) * held / self.layout.moe_tp)
-        return math.ceil(part.bytes(fmt) / self._ranks(part, fmt))
+            return math.ceil(size * held / self.layout.moe_tp)
+        return math.ceil(size / self._ranks(part, fmt))
 
     def _ranks(self, part: Part, fmt: str) -> int:
         tp = self.layout.tp
