@@ -186,7 +186,7 @@ class VerifyConfig:
     """Share of tokens whose most likely successor is the same."""
     max_ppl_ratio: float = 1.05
     """Perplexity of the converted model over that of the source."""
-    min_sqnr_db: dict[str, float] = field(default_factory=lambda: {"nvfp4": 18.0, "fp8": 28.0, "fp8_block": 60.0, "bf16": 40.0})
+    min_sqnr_db: dict[str, float] = field(default_factory=lambda: {"nvfp4": 18.0, "fp8": 26.0, "fp8_block": 60.0, "bf16": 40.0})
     """Least signal-to-quantization-noise ratio of one tensor against the source, in dB, by format."""
 
     def __post_init__(self) -> None:

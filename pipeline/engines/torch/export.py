@@ -67,7 +67,8 @@ def new_caches(info: dict[str, Any]) -> list[Tensor]:
 
 def export_form(decoder: Decoder, form: Form, info: dict[str, Any]) -> ExportedProgram:
     """Record the graph with B, T and P left open, 1 included."""
-    _accept_float32_groups()
+    if info["dtype"] == "float32":
+        _accept_float32_groups()
     most_pages = -(-info["max_seq_len"] // info["page_size"])
     most = {"B": info["max_batch_size"] if form == "absorbed" else 1, "T": info["prefill_chunk"], "P": most_pages}
     sizes = {name: min(size, limit) for (name, limit), size in zip(most.items(), (3, 5, 4), strict=True)}
@@ -77,13 +78,16 @@ def export_form(decoder: Decoder, form: Form, info: dict[str, Any]) -> ExportedP
     pages = torch.ones(sizes["B"], sizes["P"], dtype=torch.int64, device=device)
     rows, columns, width = ({axis: dims[name]} for axis, name in ((0, "B"), (1, "T"), (1, "P")))
     shapes = (rows | columns, rows | columns, rows | width, [None] * info["num_layers"])
-    return torch.export.export(decoder, (tokens, tokens.clone(), pages, new_caches(info)), dynamic_shapes=shapes, strict=False)
+    # Guard: on CUDA torch 2.11 cannot prove min(32 * P, 128 * P) == 32 * P; as an assertion at run time it holds
+    late = {"prefer_deferred_runtime_asserts_over_guards": True} if _before(2, 12) else {}
+    inputs = (tokens, tokens.clone(), pages, new_caches(info))
+    return torch.export.export(decoder, inputs, dynamic_shapes=shapes, strict=False, **late)
 
 
 def _accept_float32_groups() -> None:
     """Let `grouped_mm` be traced in float32: its CPU kernel takes it, its shape function (torch 2.13) only bfloat16."""
 
-    def shape_of(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None) -> Tensor:
+    def shape_of(mat_a: Tensor, mat_b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
         return mat_a.new_empty(mat_a.shape[0], mat_b.shape[-1], dtype=out_dtype)
 
     torch.library.register_fake("aten::_grouped_mm", shape_of, allow_override=True)
@@ -105,7 +109,7 @@ def compile_form(form: Form, folder: Path) -> None:
         program = export_form(load_decoder(folder, form), form, info)
     raw = Path(f"{form}.raw.pt2").absolute()
     if info["compiler"] == "aoti":
-        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+        if _before(2, 12):
             _call_grouped_mm_by_name()
         options = {name: value for name, value in OPTIONS.items() if name in torch._inductor.list_options()}
         options["aot_inductor.model_name_for_generated_files"] = form
@@ -114,6 +118,10 @@ def compile_form(form: Form, folder: Path) -> None:
         save_graph(program, raw)
     repack(raw, folder / f"{form}.pt2")
     raw.unlink()
+
+
+def _before(*version: int) -> bool:
+    return tuple(map(int, torch.__version__.split(".")[:2])) < version
 
 
 def save_graph(program: ExportedProgram, path: Path) -> None:
@@ -131,10 +139,14 @@ def _without_values(weight: Tensor) -> Tensor:
 
 
 def repack(source: Path, target: Path) -> None:
-    """Write the archive again: sorted, without dates, without C++ sources (they name folders) and without the random id."""
+    """Write the archive again: sorted, without dates, without C++ sources (they name folders) and without the random id.
+
+    Guard: before torch 2.12 the loader finds the library's metadata by the name of the C++ source, so it stays.
+    """
+    dropped = (".data/serialization_id",) if _before(2, 12) else (".cpp", ".data/serialization_id")
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as new:
         for name in sorted(old.namelist()):
-            if not name.endswith((".cpp", ".data/serialization_id")):
+            if not name.endswith(dropped):
                 entry = zipfile.ZipInfo(f"{target.stem}/{name.partition('/')[2]}", (1980, 1, 1, 0, 0, 0))
                 new.writestr(entry, old.read(name))
 

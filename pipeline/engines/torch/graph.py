@@ -146,7 +146,7 @@ class Attention(nn.Module):
         """The same for B = 1."""
         arch = self.arch
         latent, k_rope = latents[0].split((arch.kv_lora_rank, arch.qk_rope_head_dim), -1)
-        keys_values = torch.einsum("sl,adl->asd", latent, self.kv_b.weight)
+        keys_values = torch.bmm(latent.expand(arch.num_attention_heads, -1, -1), self.kv_b.weight.transpose(1, 2))
         k_nope, value = keys_values.split((arch.qk_nope_head_dim, arch.v_head_dim), -1)
         query = torch.cat((q_nope[0], q_rope[0]), dim=-1).transpose(0, 1)
         key = torch.cat((k_nope, k_rope.unsqueeze(0).expand(arch.num_attention_heads, -1, -1)), dim=-1)
