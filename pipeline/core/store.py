@@ -76,11 +76,9 @@ class Store:
         self.root = root.absolute()
 
     def find(self, stage: str, key: str) -> Result | None:
-        """The result of `key` if it is there and whole (every file present with its size)."""
+        """The result of `key` if it is there and whole (every file present, with its size, unchanged since)."""
         result = self._load(self.root / "results" / stage / key)
-        if result and all(_has_size(result.out / name, entry["size"]) for name, entry in result.manifest["outputs"].items()):
-            return result
-        return None
+        return result if result and _intact(result) else None
 
     def all(self, stage: str) -> list[Result]:
         """Every published result of a stage, newest first."""
@@ -179,8 +177,15 @@ def _describe(path: Path) -> dict[str, Any]:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": path.stat().st_size}
 
 
-def _has_size(path: Path, size: int) -> bool:
+def _intact(result: Result) -> bool:
+    """Results are never written again, so only a file younger than its manifest has to be read and hashed."""
+    published = (result.folder / "manifest.json").stat().st_mtime_ns
+    return all(_unchanged(result.out / name, entry, published) for name, entry in result.manifest["outputs"].items())
+
+
+def _unchanged(path: Path, entry: dict[str, Any], published: int) -> bool:
     try:
-        return path.stat().st_size == size
+        found = path.stat()
     except OSError:
         return False
+    return found.st_size == entry["size"] and (found.st_mtime_ns <= published or _describe(path) == entry)

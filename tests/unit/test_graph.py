@@ -135,6 +135,13 @@ def test_a_damaged_result_is_rebuilt(tmp_path: Path) -> None:
     assert build(tmp_path) == ["second"], "the rebuilt bytes are the same, so third stays"
 
 
+def test_other_bytes_of_the_same_size_are_noticed(tmp_path: Path) -> None:
+    build(tmp_path)
+    path = next((tmp_path / "store/results/second").glob("*/out/text.txt"))
+    path.write_text("X" * path.stat().st_size)
+    assert build(tmp_path) == ["second"]
+
+
 def test_the_loser_of_a_race_discards_its_own(tmp_path: Path) -> None:
     store = Store(tmp_path)
     manifest = {"key": "k", "stage": "s", "parts": {}, "outputs": {}, "digest": ""}
