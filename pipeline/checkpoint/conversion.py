@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.checkpoint.problems import Problem
-from pipeline.checkpoint.reader import DTYPES
+from pipeline.checkpoint.reader import DTYPES, uncollected
 from pipeline.checkpoint.recipe import Recipe
 from pipeline.checkpoint.source import Checkpoint, Entry
 from pipeline.checkpoint.writer import TensorPlan
@@ -94,6 +94,7 @@ class ConversionPlan:
         return [step for shard in self.shards for step in shard.steps]
 
 
+@uncollected()
 def plan_conversion(source: Checkpoint, recipe: Recipe) -> ConversionPlan:
     """Plan everything; nothing is written."""
     problems: list[Problem] = []
@@ -145,5 +146,7 @@ def _amax_limits(source: Checkpoint) -> dict[str, float]:
         raw = np.asarray(np.memmap(file, np.uint8, "r"))
         for entry in entries:
             info = entry.tensors["weight_scale_inv"]
+            if info.stop > raw.size:  # the file was cut off, which its survey has told
+                continue
             limits[entry.name] = entry.format.limit({"weight_scale_inv": raw[info.start : info.stop].view("<f4")})
     return limits

@@ -6,9 +6,11 @@ Every deviation is a `ConfigError` that names the file, found before any weight 
 
 from __future__ import annotations
 
+import gc
 import json
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +23,7 @@ from pipeline.checkpoint.problems import Problem, Report, refuse
 from pipeline.core.errors import ConfigError
 from pipeline.formats.numerics import Array
 
-__all__ = ["DTYPES", "TensorInfo", "read_header", "read_tensor"]
+__all__ = ["DTYPES", "TensorInfo", "read_header", "read_tensor", "uncollected"]
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -49,6 +51,18 @@ class TensorInfo:
     def num_bytes(self) -> int:
         """Bytes on disk."""
         return self.stop - self.start
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Headers become a million small objects without cycles; the collector would walk them again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def read_header(file: Path, report: Report = refuse) -> dict[str, TensorInfo]:
@@ -103,8 +117,8 @@ def _parse(file: Path, size: int) -> tuple[int, dict[str, Any]]:
 def _info(file: Path, base: int, name: str, entry: Any) -> TensorInfo:
     """One header entry, checked."""
     try:
-        dtype, shape = entry["dtype"], tuple(int(dim) for dim in entry["shape"])
-        start, stop = (int(offset) for offset in entry["data_offsets"])
+        dtype, shape = entry["dtype"], tuple(map(int, entry["shape"]))
+        start, stop = map(int, entry["data_offsets"])
     except (TypeError, KeyError, ValueError) as error:
         raise ConfigError(f"{file} describes {name} wrongly (needs dtype, shape, data_offsets): {entry!r}.") from error
     if dtype not in DTYPES:

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.checkpoint.digest import digest
 from pipeline.checkpoint.layout import SCALE_SUFFIXES, Place, parameters, place_of
 from pipeline.checkpoint.problems import Problem, Report, refuse, refuse_all
-from pipeline.checkpoint.reader import TensorInfo, read_header, read_tensor
+from pipeline.checkpoint.reader import TensorInfo, read_header, read_tensor, uncollected
 from pipeline.core.errors import ConfigError
 from pipeline.formats import Format, get_format
 from pipeline.formats.numerics import Array, Float32
@@ -91,6 +91,7 @@ class Checkpoint:
         return checkpoint
 
     @classmethod
+    @uncollected()
     def survey(cls, folder: Path) -> tuple[Checkpoint, list[Problem]]:
         """What can be understood of the folder, and everything that does not fit together."""
         arch = Arch.from_dir(folder)

@@ -116,7 +116,8 @@ class Contents:
         values: dict[str, float] = {}
         for file, infos in by_file.items():
             raw = np.asarray(np.memmap(file, np.uint8, "r"))
-            values |= {info.name: float(raw[info.start : info.stop].view("<f4")[0]) for info in infos}
+            there = (info for info in infos if info.stop <= raw.size)
+            values |= {info.name: float(raw[info.start : info.stop].view("<f4")[0]) for info in there}
         return values
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.checkpoint.dry_run import size_of, table
 from pipeline.checkpoint.layout import CLASSES
 from pipeline.checkpoint.problems import Problem, sentences
-from pipeline.checkpoint.reader import TensorInfo
+from pipeline.checkpoint.reader import TensorInfo, uncollected
 from pipeline.inspect.contents import Contents
 from pipeline.inspect.declared import config_oddities, declarations
 from pipeline.inspect.oddities import tensor_oddities
@@ -110,6 +110,7 @@ class Inspection:
         return "dropped" if self.contents.config.get("num_nextn_predict_layers") else "none"
 
 
+@uncollected()
 def inspect(folder: Path, options: RankOptions | None = None) -> Inspection:
     """Look at a checkpoint folder."""
     contents = Contents.open(folder)
