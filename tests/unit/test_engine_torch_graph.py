@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,7 @@ def test_decode_step_by_step_equals_the_reference(decoders, ids, expected) -> No
 @pytest.mark.parametrize("first, then", [("absorbed", "expanded"), ("expanded", "absorbed"), ("expanded", "expanded")])
 def test_chunks_in_either_form_equal_one_shot(decoders, ids, expected, first: Form, then: Form, cuts) -> None:
     cache = caches()
-    for number, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for number, (start, end) in enumerate(pairwise(cuts)):
         found = run(decoders[first if number == 0 else then], ids, start, end, cache)
         assert (found - expected[end - 1]).abs().max() < TOLERANCE
 
@@ -157,7 +158,8 @@ def test_experts_on_ties_equal_the_reference() -> None:
 def test_experts_equal_the_plain_sum_at_many_tokens(weights) -> None:
     """512 tokens over 16 experts, by the definition instead of by grouped products."""
     moe = Moe(ARCH, torch.float32)
-    moe.load_state_dict({name.removeprefix("layers.2.mlp."): value for name, value in weights.items() if name.startswith("layers.2.mlp.")})
+    prefix = "layers.2.mlp."
+    moe.load_state_dict({name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)})
     x = torch.randn(512, ARCH.hidden_size, generator=torch.Generator().manual_seed(4))
     share, chosen = moe.router(x)
     total = moe.shared(x)

@@ -12,16 +12,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeline.checkpoint import dequantized
-from pipeline.config.schema import TorchEngineConfig
 from pipeline.core.errors import ConfigError, MissingToolError, StageError
 from pipeline.core.jsonio import read_json, write_json
 from pipeline.core.stage import StageContext
@@ -31,6 +29,9 @@ from pipeline.engines.torch.toolchain import INSTALL_CXX, cpu_features, cxx, res
 from pipeline.engines.torch.weights import write_weights
 from pipeline.models.arch import Arch
 from pipeline.share import code_root, share
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import TorchEngineConfig
 
 __all__ = ["build", "describe"]
 
@@ -47,7 +48,10 @@ def build(ctx: StageContext) -> None:
     info = describe(arch, settings, source)
     refuse_impossible(arch, settings, info)
     if settings.compiler == "auto" and info["compiler"] == "export":
-        ctx.progress.note(f"no C++ compiler ({cxx()[1]}): the engine is the exported graph, about 3 times slower. To compile it: {INSTALL_CXX}")
+        why = cxx()[1]
+        ctx.progress.note(
+            f"no C++ compiler ({why}): the engine is the exported graph, 2 to 4 times slower. To compile: {INSTALL_CXX}"
+        )
     write_json(ctx.out / "engine.json", info)
     plan = {name: (SAFETENSORS_DTYPES[getattr(torch, dtype)], tuple(shape)) for name, (dtype, shape) in info["weights"].items()}
     ctx.progress.start(weight_bytes(info), "B")
@@ -118,18 +122,31 @@ def refuse_impossible(arch: Arch, settings: TorchEngineConfig, info: dict[str, A
             f"engine.torch.max_seq_len={settings.max_seq_len} exceeds the {arch.max_position_embeddings} positions that the model "
             f"was made for: set it to {arch.max_position_embeddings} or less."
         )
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise MissingToolError(
-            "engine.torch.device=cuda needs a GPU that torch sees, because an engine is compiled on the kind of GPU that runs it: "
-            "build it there, or set engine.torch.device=cpu."
-        )
+    if settings.device == "cuda":
+        refuse_gpu(settings)
     cache = info["num_layers"] * info["num_pages"] * info["page_size"] * info["latent_dim"] * getattr(torch, info["dtype"]).itemsize
     needed, free = weight_bytes(info) + cache, free_memory(settings.device)
     if needed > free:
         raise ConfigError(
-            f"The engine needs {needed / 1e9:.1f} GB in {info['dtype']} ({cache / 1e9:.1f} GB of it KV cache), but {settings.device} has "
-            f"{free / 1e9:.1f} GB free: lower engine.torch.max_batch_size or max_seq_len, set engine.torch.dtype=bfloat16, or use engine=trtllm."
+            f"The engine needs {needed / 1e9:.1f} GB in {info['dtype']} ({cache / 1e9:.1f} GB of it KV cache), but "
+            f"{settings.device} has {free / 1e9:.1f} GB free: lower engine.torch.max_batch_size or max_seq_len, set "
+            "engine.torch.dtype=bfloat16, or use engine=trtllm."
         )
+
+
+def refuse_gpu(settings: TorchEngineConfig) -> None:
+    """An engine is compiled on the kind of GPU that runs it; its grouped products need Hopper or newer, in bfloat16."""
+    if not torch.cuda.is_available():
+        raise MissingToolError(
+            "engine.torch.device=cuda needs a GPU that torch sees, because an engine is compiled on the kind of GPU that "
+            "runs it: build it there, or set engine.torch.device=cpu."
+        )
+    if settings.dtype != "bfloat16":
+        raise ConfigError(f"engine.torch.dtype={settings.dtype} is not for device=cuda: set engine.torch.dtype=bfloat16.")
+    major, minor = torch.cuda.get_device_capability()
+    if major < 9:
+        name = torch.cuda.get_device_name()
+        raise ConfigError(f"{name} is sm_{major}{minor}, below sm_90 of the engine's kernels: set engine.torch.device=cpu.")
 
 
 def free_memory(device: str) -> int:
@@ -190,7 +207,7 @@ def reason(code: int, stderr: str) -> str:
     return "\n".join(line for line in stderr.splitlines()[-12:] if line.strip())
 
 
-def python_env(extra: Sequence[str] = ()) -> dict[str, str]:
+def python_env() -> dict[str, str]:
     """This environment, with the pipeline importable."""
-    paths = [str(code_root()), *extra, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(code_root()), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -120,7 +120,7 @@ def _place(
 ) -> Pending:
     """Copy a parameter into its weight."""
     if part.weight not in plan:
-        raise StageError(f"The checkpoint has {name}, but config.json describes a model without it: one of them is of another model.")
+        raise StageError(f"The checkpoint has {name}, but config.json describes a model without it: they do not belong together.")
     if part.weight not in waiting:
         dtype, shape = plan[part.weight]
         empty = np.empty(shape, NUMPY_DTYPES[dtype])

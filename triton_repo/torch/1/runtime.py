@@ -59,7 +59,8 @@ class CompiledEngine:
         """
         self._check(tokens, positions, pages)
         self._limit_threads()
-        inputs = [tokens.masked_fill(positions < 0, 0), positions, pages]
+        # Guard: the compiled code takes any memory for contiguous int64, and says nothing when it is not.
+        inputs = [value.to(torch.int64).contiguous() for value in (tokens.masked_fill(positions < 0, 0), positions, pages)]
         if self.device.type == "cuda" and tokens.shape[1] == 1:
             return self._replay(inputs)
         long = tokens.shape[0] == 1 and tokens.shape[1] >= self.info["expanded_from"]
@@ -87,10 +88,12 @@ class CompiledEngine:
             raise ValueError(f"tokens, positions and pages have the shapes {shapes}; they must be [B,T], [B,T] and [B,P].")
         most_pages = -(-info["max_seq_len"] // info["page_size"])
         for name, value, most in (
-            ("rows", rows, info["max_batch_size"]), ("tokens a row", length, info["prefill_chunk"]), ("pages a row", pages.shape[1], most_pages),
-        ):  # fmt: skip
+            ("rows", rows, info["max_batch_size"]),
+            ("tokens a row", length, info["prefill_chunk"]),
+            ("pages a row", pages.shape[1], most_pages),
+        ):
             if not 1 <= value <= most:
-                raise ValueError(f"A step has {value} {name}; this engine was built for 1 to {most}: build it again with other limits.")
+                raise ValueError(f"A step has {value} {name}; this engine was built for 1 to {most}: build one with other limits.")
         _check_range("Token", tokens.masked_fill(positions < 0, 0), 0, info["vocab_size"])
         _check_range("Position", positions, -1, min(info["max_seq_len"], pages.shape[1] * info["page_size"]))
         _check_range("Last position", positions[:, -1], 0, info["max_seq_len"])
@@ -152,11 +155,18 @@ def _check_machine(info: dict[str, Any]) -> None:
     """Refuse another torch than the engine was compiled with, or a processor that lacks its instructions."""
     built, have = info["torch"], torch.__version__.partition("+")[0]
     if built.split(".")[:2] != have.split(".")[:2]:
-        raise RuntimeError(f"This engine was compiled with torch {built}, but torch {have} is installed: install {built}, or build it again.")
+        raise RuntimeError(
+            f"This engine was compiled with torch {built}, but torch {have} is installed: install {built}, or build it again."
+        )
     if missing := sorted(set(info["cpu_features"]) - _cpu_features()):
-        raise RuntimeError(f"This engine was compiled for a processor with {', '.join(missing)}, which this one lacks: build it on this machine.")
+        names = ", ".join(missing)
+        raise RuntimeError(
+            f"This engine was compiled for a processor with {names}, which this one lacks: build it on this machine."
+        )
     if info["device"] == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("This engine was compiled for a CUDA GPU, but torch sees none here: check nvidia-smi and the torch build.")
+        raise RuntimeError(
+            "This engine was compiled for a CUDA GPU, but torch sees none here: check nvidia-smi, and torch's build."
+        )
 
 
 def _cpu_features() -> set[str]:
@@ -172,13 +182,17 @@ def _check_weights(expected: dict[str, list[Any]], weights: dict[str, Tensor]) -
     for name, (dtype, shape) in expected.items():
         found = [str(weights[name].dtype).removeprefix("torch."), list(weights[name].shape)]
         if found != [dtype, shape]:
-            raise RuntimeError(f"{name} in weights.safetensors is {found}, but the engine needs {[dtype, shape]}: copy the engine again, whole.")
+            raise RuntimeError(
+                f"{name} in weights.safetensors is {found}, but the engine needs {[dtype, shape]}: copy the engine again, whole."
+            )
 
 
 def _check_names(file: str, needed: set[str], have: set[str]) -> None:
     if needed != have:
         odd = sorted(needed ^ have)
-        raise RuntimeError(f"{file} and weights.safetensors differ in {len(odd)} weights, {odd[0]} among them: copy the engine again, whole.")
+        raise RuntimeError(
+            f"{file} and weights.safetensors differ in {len(odd)} weights, {odd[0]} among them: copy the engine again, whole."
+        )
 
 
 def _check_range(name: str, values: Tensor, least: int, end: int) -> None:
