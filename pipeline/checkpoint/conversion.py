@@ -125,7 +125,7 @@ def not_finite(entry: Entry) -> Problem:
 
 def _step(recipe: Recipe, entry: Entry, limit: float | None) -> Step:
     target, module = recipe.format_of(entry.place), entry.place.module
-    fused = f"{entry.place.partner}.weight" if entry.place.partner and target.static_input else None
+    fused = f"{entry.place.partner}.weight" if entry.place.partner and target.tensor_scale else None
     if recipe.keeps(entry):
         kept = tuple((info.name, info.dtype, info.shape) for info in entry.tensors.values())
         return Step(entry, target, True, None, kept, limit)

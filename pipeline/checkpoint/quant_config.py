@@ -21,6 +21,9 @@ PRODUCER = {"name": "modelopt", "version": "0.47.0+r1.pipeline"}
 FP8_BLOCK_CONFIG = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
 }
+AWQ_FIELDS = {"has_zero_point": False, "pre_quant_scale": True}
+CODINGS = {"fp8": (8, True), "nvfp4": (4, True), "w4a16_nvfp4": (4, False)}
+"""Formats for which ModelOpt writes config_groups -> bits, and whether activations are coded too."""
 Table = dict[str, Any]
 
 
@@ -73,7 +76,8 @@ def _quantization(quantised: Mapping[str, Format], excluded: list[str]) -> Table
 
 
 def _algo(item: Format) -> Table:
-    return {"quant_algo": item.quant_algo} | ({"group_size": item.group_size} if item.group_size else {})
+    table: Table = {"quant_algo": item.quant_algo} | ({"group_size": item.group_size} if item.group_size else {})
+    return table | (AWQ_FIELDS if str(item.quant_algo).endswith("_AWQ") else {})
 
 
 def _inline(formats: list[str], truth: Table, kv_cache: str) -> Table:
@@ -84,9 +88,12 @@ def _inline(formats: list[str], truth: Table, kv_cache: str) -> Table:
     table |= {"quant_method": "modelopt", "producer": PRODUCER, "ignore": truth["exclude_modules"]}
     if kv_cache == "fp8":
         table["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
-    if formats in (["nvfp4"], ["fp8"]):
-        coding: Table = {"dynamic": False, "num_bits": 4 if formats == ["nvfp4"] else 8, "type": "float"}
-        if truth.get("group_size"):
-            coding["group_size"] = truth["group_size"]
-        table["config_groups"] = {"group_0": {"input_activations": coding, "weights": coding, "targets": ["Linear"]}}
+    if len(formats) == 1 and formats[0] in CODINGS:
+        table["config_groups"] = {"group_0": _config_group(*CODINGS[formats[0]], truth.get("group_size"))}
     return table
+
+
+def _config_group(bits: int, activations: bool, group_size: int | None) -> Table:
+    coding: Table = {"dynamic": False, "num_bits": bits, "type": "float"}
+    coding |= {"group_size": group_size} if group_size else {}
+    return ({"input_activations": coding} if activations else {}) | {"weights": coding, "targets": ["Linear"]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from pipeline.checkpoint.layout import Place
 from pipeline.checkpoint.source import Entry, read_json
 from pipeline.core.errors import ConfigError
 from pipeline.formats import Format, get_format
+from pipeline.formats.nvfp4 import Nvfp4
 
 __all__ = ["QUANTISED_CLASSES", "Recipe"]
 
@@ -23,6 +24,8 @@ class Recipe:
     formats: dict[str, str]
     kv_cache: str
     input_scale: float
+    nvfp4_scale_search: str = "amax"
+    nvfp4_mode: str = "modelopt"
 
     @classmethod
     def from_file(cls, file: Path) -> Recipe:
@@ -31,11 +34,12 @@ class Recipe:
 
     @classmethod
     def from_table(cls, table: dict[str, Any]) -> Recipe:
-        """From {"formats": {class: format}, "kv_cache", "input_scale"}."""
+        """From {"formats": {class: format}, "kv_cache", "input_scale"} and, where not the default, the options of NVFP4."""
         formats = dict(table["formats"])
         if missing := [kind for kind in QUANTISED_CLASSES if kind not in formats]:
             raise ConfigError(f"precision.json gives no format for {', '.join(missing)}: run plan again.")
-        return cls(formats, str(table["kv_cache"]), float(table["input_scale"]))
+        options = {name: str(table[name]) for name in ("nvfp4_scale_search", "nvfp4_mode") if name in table}
+        return cls(formats, str(table["kv_cache"]), float(table["input_scale"]), **options)
 
     def format_of(self, place: Place) -> Format:
         """The format of a linear layer.
@@ -47,6 +51,20 @@ class Recipe:
         if place.module.endswith(".kv_b_proj") and name != "fp8_block":
             name = "bf16"
         return get_format(name)
+
+    def searching(self, target: Format) -> Format:
+        """The format, with the search for block scales where it has them."""
+        return replace(target, search=self.nvfp4_scale_search) if isinstance(target, Nvfp4) else target
+
+    def exact(self, target: Format) -> bool:
+        """Whether a weight is quantised from float32 instead of BF16."""
+        return self.nvfp4_mode == "exact" and isinstance(target, Nvfp4)
+
+    @property
+    def rounding(self) -> str:
+        """What happens before a weight is quantised, for people."""
+        text = "a weight that changes format is rounded to bf16 first (as ModelOpt does), then quantised"
+        return text if self.nvfp4_mode == "modelopt" else f"{text}; NVFP4 formats are quantised from exact float32"
 
     def keeps(self, entry: Entry) -> bool:
         """Whether the stored bytes are taken over unchanged."""

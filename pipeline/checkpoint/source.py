@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pipeline.checkpoint.layout import SCALE_SUFFIXES, Place, parameters, place_
 from pipeline.checkpoint.problems import Problem, Report, refuse, refuse_all
 from pipeline.checkpoint.reader import TensorInfo, read_header, read_tensor, uncollected
 from pipeline.core.errors import ConfigError
-from pipeline.formats import Format, get_format
+from pipeline.formats import FORMATS, Format, get_format
 from pipeline.formats.numerics import Array, Float32
 from pipeline.models.arch import Arch
 
@@ -222,25 +223,43 @@ def pair(
 
 
 def _entry(name: str, place: Place, tensors: dict[str, TensorInfo]) -> Entry | Problem:
-    """Recognise the format from the stored types."""
+    """Recognise the format from what is stored; a layout of several formats is that of the first that fits."""
     main = tensors[name.rpartition(".")[2]]
-    scales = tuple(sorted(tensors.keys() - {name.rpartition(".")[2]}))
-    known = {
-        ("F8_E4M3", ("weight_scale_inv",)): "fp8_block",
-        ("F8_E4M3", ("input_scale", "weight_scale")): "fp8",
-        ("U8", ("input_scale", "weight_scale", "weight_scale_2")): "nvfp4",
-    }
-    kind = "bf16" if main.dtype in _PLAIN and not scales else known.get((main.dtype, scales))
-    if kind is None:
-        beside = f"beside {', '.join(scales)}" if scales else "without a scale"
-        text = (
-            f"{main.file} stores {name} as {main.dtype} {beside}, which is no layout known here: fp8_block needs "
-            f"F8_E4M3 and weight_scale_inv, fp8 F8_E4M3, weight_scale and input_scale, nvfp4 U8 and all three scales."
-        )
-        return Problem("missing scale" if main.dtype == "F8_E4M3" else "unknown layout", name, text)
-    shape = main.shape if kind != "nvfp4" else (*main.shape[:-1], main.shape[-1] * 2)
-    entry = Entry(name, place, get_format(kind), shape, tensors)
-    return _scale_fault(entry) or entry
+    scales = tensors.keys() - {name.rpartition(".")[2]}
+    formats = _formats_by_layout().get((main.dtype, frozenset(scales)), [])
+    if main.dtype in _PLAIN and not scales:
+        formats = [get_format("bf16")]
+    entries = [Entry(name, place, item, _unpacked(main.shape, item), tensors) for item in formats]
+    faults = [_scale_fault(entry) for entry in entries]
+    for entry, fault in zip(entries, faults, strict=True):
+        if fault is None:
+            return entry
+    return faults[0] if faults and faults[0] else _unknown_layout(main, sorted(scales))
+
+
+@cache
+def _formats_by_layout() -> dict[tuple[str, frozenset[str]], list[Format]]:
+    """Formats by the weight's type and the names of the scales."""
+    table: dict[tuple[str, frozenset[str]], list[Format]] = {}
+    for item in FORMATS.values():
+        stored = {output.suffix: output.dtype for output in item.outputs("", (128, 128))}
+        table.setdefault((stored.pop("weight"), frozenset(stored)), []).append(item)
+    return table
+
+
+def _unpacked(shape: tuple[int, ...], item: Format) -> tuple[int, ...]:
+    """The shape of the weight that packed bytes stand for."""
+    return (shape[0] * item.packing[0], shape[1] * item.packing[1]) if len(shape) == 2 else shape
+
+
+def _unknown_layout(main: TensorInfo, scales: list[str]) -> Problem:
+    beside = f"beside {', '.join(scales)}" if scales else "without a scale"
+    text = (
+        f"{main.file} stores {main.name} as {main.dtype} {beside}, which is no layout known here: fp8_block needs "
+        f"F8_E4M3 and weight_scale_inv, fp8 F8_E4M3, weight_scale and input_scale, nvfp4 U8 and all three scales; "
+        f"the others are {', '.join(name for name in FORMATS if name not in ('fp8_block', 'fp8', 'nvfp4'))}."
+    )
+    return Problem("missing scale" if main.dtype == "F8_E4M3" else "unknown layout", main.name, text)
 
 
 def _scale_fault(entry: Entry) -> Problem | None:

@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 
 from pipeline.core.errors import ConfigError
-from pipeline.formats.numerics import Array, Float32, row_strips
+from pipeline.formats.numerics import BF16, Array, Float32, row_strips
 
-__all__ = ["Format", "Output", "amax_of", "require_matrix"]
+__all__ = ["Format", "Output", "amax_of", "dequantized_amax", "require_matrix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,10 @@ class Format(Protocol):
     """Weights that share a scale along K; None: one scale a tensor."""
     bits_per_weight: float
     """Stored bits a weight, scales included."""
-    static_input: bool
-    """Whether a static `input_scale` for the activations is stored."""
+    tensor_scale: bool
+    """Whether one scale covers the whole tensor: layers that runtimes fuse must then have the same."""
+    packing: tuple[int, int]
+    """Weights in one stored element, along N and along K."""
 
     def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
         """What is written for a weight of `shape`; refuses shapes that the format cannot hold, naming `module`."""
@@ -71,3 +73,8 @@ def amax_of(weight: Array) -> float:
     """Largest magnitude of a weight, strip by strip; NaN if any element is."""
     flat = weight.reshape(weight.shape[0], -1) if weight.ndim else weight.reshape(1, 1)
     return float(np.max([np.abs(flat[rows].astype(np.float32)).max(initial=0.0) for rows in row_strips(flat.shape)]))
+
+
+def dequantized_amax(item: Format, tensors: Mapping[str, Array]) -> float:
+    """Largest magnitude that the stored tensors stand for, rounded to BF16."""
+    return float(np.abs(item.dequantize(tensors)).max(initial=0.0).astype(BF16))

@@ -22,7 +22,8 @@ class Bf16:
     quant_algo: None = None
     group_size: None = None
     bits_per_weight: float = 16.0
-    static_input: bool = False
+    tensor_scale: bool = False
+    packing: tuple[int, int] = (1, 1)
 
     def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
         """The weight alone."""

@@ -25,7 +25,8 @@ class Fp8:
     quant_algo: str = "FP8"
     group_size: None = None
     bits_per_weight: float = 8.0
-    static_input: bool = True
+    tensor_scale: bool = True
+    packing: tuple[int, int] = (1, 1)
 
     def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
         """Weight, its scale, and the activations' scale."""

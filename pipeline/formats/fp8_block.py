@@ -27,7 +27,8 @@ class Fp8Block:
     quant_algo: str = "FP8_BLOCK_SCALES"
     group_size: int = BLOCK
     bits_per_weight: float = 8 + 32 / BLOCK**2
-    static_input: bool = False
+    tensor_scale: bool = False
+    packing: tuple[int, int] = (1, 1)
 
     def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
         """Weight and block scales."""

@@ -72,11 +72,29 @@ class Converter:
             return {info.name: array for info, array in zip(entry.tensors.values(), entry.load().values(), strict=True)}
         if len(step.outputs) == 1 and step.outputs[0][1] == "F32":
             return {entry.name: entry.dequantized()}
+        recipe, weight = self.plan.recipe, entry.dequantized()
+        if recipe.exact(step.target):
+            amax = self.exact_amax(entry, weight)
+        else:
+            weight = weight.astype(BF16)
         if step.fused:
-            amax = max(amax, self.amax(self.plan.source.entries[step.fused]))
-        input_scale = self.plan.recipe.input_scale
-        stored = step.target.quantize(entry.dequantized().astype(BF16), amax=amax, input_scale=input_scale)
+            amax = max(amax, self.fused_amax(step))
+        stored = recipe.searching(step.target).quantize(weight, amax=amax, input_scale=recipe.input_scale)
         return {f"{entry.place.module}.{suffix}": array for suffix, array in stored.items()}
+
+    def fused_amax(self, step: Step) -> float:
+        """That of the layer whose tensor-wide scale must be the same."""
+        fused = self.plan.source.entries[step.fused or ""]
+        return self.exact_amax(fused) if self.plan.recipe.exact(step.target) else self.amax(fused)
+
+    def exact_amax(self, entry: Entry, weight: Array | None = None) -> float:
+        """Largest magnitude in float32; computed once."""
+        from pipeline.formats.base import amax_of
+
+        self.amax(entry)
+        if (key := f"exact {entry.name}") not in self.amaxes:
+            self.amaxes[key] = amax_of(entry.dequantized() if weight is None else weight)
+        return self.amaxes[key]
 
     def amax(self, entry: Entry) -> float:
         """Largest magnitude of a parameter; computed once, and refused when it is not finite."""
@@ -207,7 +225,7 @@ def summary(plan: ConversionPlan, written: Checkpoint) -> dict[str, Any]:
         kind.update(parameters=prod(entry.shape), bytes=entry.num_bytes, count=1)
     return {
         "recipe": asdict(plan.recipe),
-        "rounding": "a weight that changes format is rounded to bf16 first (as ModelOpt does), then quantised",
+        "rounding": plan.recipe.rounding,
         "classes": classes,
         "kept_byte_for_byte": sum(step.copies for step in plan.steps),
         "parameters_in": len(source.entries), "parameters_out": len(written.entries),

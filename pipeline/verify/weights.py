@@ -14,7 +14,7 @@ from math import isfinite, log10
 import numpy as np
 
 from pipeline.checkpoint.source import Checkpoint, Entry
-from pipeline.formats.numerics import Array, Float32, row_strips
+from pipeline.formats.numerics import Array, Float32, decode_e8m0, row_strips
 
 __all__ = ["FLOOR_DB", "TensorError", "broken_scales", "compare_weights"]
 
@@ -114,11 +114,11 @@ def _scale_faults(converted: Checkpoint, entry: Entry) -> Iterator[str]:
     stored = entry.load()
     scales = {suffix: array for suffix, array in stored.items() if suffix != "weight"}
     for suffix, array in scales.items():
-        values = array.astype(np.float32)
+        values = decode_e8m0(array) if array.dtype == np.uint8 else array.astype(np.float32)
         if not (np.isfinite(values).all() and (values > 0).all()):
             yield f"{entry.place.module}.{suffix} holds a value that is not finite and above 0"
     partner = converted.entries.get(f"{entry.place.partner}.weight")
-    if partner is None or not entry.format.static_input or partner.name < entry.name:
+    if partner is None or not entry.format.tensor_scale or partner.name < entry.name:
         return
     other = partner.load()
     for suffix, array in scales.items():

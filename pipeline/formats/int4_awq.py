@@ -1,0 +1,102 @@
+"""W4A16_AWQ: 4-bit integers with a float32 scale for every 128 of them, in ModelOpt's and TensorRT-LLM's layout.
+
+`weight` U8 [N/2, K], packed along OUT: row 2i in the low nibble, row 2i + 1 in the high one, two's complement.
+`weight_scale` F32 [N, K/128] = group amax / 7, 1 for a group of zeros. `pre_quant_scale` BF16 [K] is what AWQ found
+to multiply the activations with; without calibration it is 1, and stored all the same, because loaders ask for it.
+The weight that is meant is int4 * weight_scale * pre_quant_scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.core.errors import ConfigError
+from pipeline.formats.base import Output, dequantized_amax, require_matrix
+from pipeline.formats.numerics import BF16, E4M3_MAX, Array, Float32, row_strips
+
+__all__ = ["INT4_AWQ", "Int4Awq"]
+
+GROUP = 128
+INT4_MAX = np.float32(7)
+_SIGNED = np.array([*range(8), *range(-8, 0)], np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Awq:
+    """See the module."""
+
+    name: str = "int4_awq"
+    quant_algo: str = "W4A16_AWQ"
+    group_size: int = GROUP
+    bits_per_weight: float = 4 + 32 / GROUP
+    tensor_scale: bool = False
+    """With it (W4A8_AWQ) `weight_scale_2` and `input_scale` are stored too."""
+    packing: tuple[int, int] = (2, 1)
+
+    def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
+        """Packed codes, group scales, the activations' factors, and for FP8 activations the two scalars."""
+        n, k = require_matrix(module, shape, GROUP, self.quant_algo)
+        if n % 2:
+            raise ConfigError(
+                f"{module}.weight has {n} rows, but {self.quant_algo} packs them two by two: keep this module class in "
+                f"another format."
+            )
+        tensors = (
+            Output("weight", "U8", (n // 2, k)),
+            Output("weight_scale", "F32", (n, k // GROUP)),
+            Output("pre_quant_scale", "BF16", (k,)),
+        )
+        scalars = (Output("weight_scale_2", "F32", ()), Output("input_scale", "F32", ()))
+        return (*tensors, *scalars) if self.tensor_scale else tensors
+
+    def quantize(self, weight: Array, *, amax: float, input_scale: float) -> dict[str, Array]:
+        """Each group by its own amax / 7, nearest integer, ties to even."""
+        n, k = weight.shape
+        packed, scales = np.empty((n // 2, k), np.uint8), np.empty((n, k // GROUP), np.float32)
+        for rows in row_strips((n, k), 2):
+            codes, scales[rows] = _quantize_strip(weight[rows].astype(np.float32))
+            packed[rows.start // 2 : rows.stop // 2] = codes[0::2] | (codes[1::2] << 4)
+        stored = {"weight": packed, "weight_scale": scales, "pre_quant_scale": np.ones(k, BF16)}
+        return stored | (_scalars(amax, input_scale) if self.tensor_scale else {})
+
+    def dequantize(self, tensors: Mapping[str, Array]) -> Float32:
+        """int4 * weight_scale * pre_quant_scale"""
+        packed, scales = tensors["weight"], tensors["weight_scale"]
+        factors = tensors["pre_quant_scale"].astype(np.float32)
+        out = np.empty((scales.shape[0], packed.shape[1]), np.float32)
+        for rows in row_strips(out.shape, 2):
+            half = packed[rows.start // 2 : rows.stop // 2]
+            out[rows][0::2], out[rows][1::2] = _SIGNED[half & 15], _SIGNED[half >> 4]
+            out[rows] *= np.repeat(scales[rows], GROUP, axis=1)
+            out[rows] *= factors
+        return out
+
+    def limit(self, tensors: Mapping[str, Array]) -> float:
+        """7 times the largest scale."""
+        return float(INT4_MAX * tensors["weight_scale"].max() * tensors["pre_quant_scale"].astype(np.float32).max())
+
+    def amax(self, tensors: Mapping[str, Array]) -> float:
+        """Largest dequantised magnitude, in BF16."""
+        return dequantized_amax(self, tensors)
+
+
+def _quantize_strip(values: Float32) -> tuple[Array, Array]:
+    """[n, K] -> nibbles [n, K], group scales [n, K/128]"""
+    groups = values.reshape(values.shape[0], -1, GROUP)
+    scales = np.abs(groups).max(axis=-1) / INT4_MAX
+    scales[scales == 0] = 1
+    codes = np.clip(np.rint(groups / scales[..., None]), -8, 7).astype(np.int8)
+    return codes.reshape(values.shape).view(np.uint8) & 15, scales
+
+
+def _scalars(amax: float, input_scale: float) -> dict[str, Array]:
+    """Kernels turn weights into FP8 by weight_scale / weight_scale_2, so the largest must land on 448."""
+    scale_2 = np.float32(amax) / E4M3_MAX
+    scale_2 = scale_2 if scale_2 > 0 else np.float32(1)
+    return {"weight_scale_2": np.array(scale_2), "input_scale": np.array(input_scale, np.float32)}
+
+
+INT4_AWQ = Int4Awq()
