@@ -31,7 +31,16 @@ __all__ = [
     "WorkloadConfig",
 ]
 
-WEIGHT_FORMATS = ("bf16", "fp8", "fp8_block", "nvfp4")
+WEIGHT_FORMATS = (
+    "bf16", "fp8", "fp8_block", "nvfp4", "w4a16_nvfp4", "w4a8_nvfp4_fp8", "fp8_channel", "mxfp8", "mxfp4", "int4_awq",
+    "w4a8_awq",
+)  # fmt: skip
+SCALE_SEARCHES = ("amax", "four_over_six", "mse", "mse_full")
+NVFP4_MODES = ("modelopt", "exact")
+MIN_SQNR_DB = {
+    "bf16": 40.0, "fp8_block": 60.0, "fp8": 26.0, "fp8_channel": 28.0, "mxfp8": 28.0, "nvfp4": 18.0, "w4a16_nvfp4": 18.0,
+    "w4a8_nvfp4_fp8": 17.5, "mxfp4": 16.0, "int4_awq": 13.0, "w4a8_awq": 13.0,
+}  # fmt: skip
 KV_FORMATS = ("bf16", "fp8")
 ENGINES = ("torch", "trtllm")
 DTYPES = ("float32", "bfloat16")
@@ -110,13 +119,21 @@ class QuantConfig:
     kv_dtype: str = "fp8"
     """Type of the KV cache on a GPU engine."""
     input_scale: float = 1.0
-    """Static activation scale written for NVFP4 and FP8 when there is no calibration (1.0: amax 2688 for NVFP4)."""
+    """Static activation scale written where the format has one and there is no calibration (1.0: amax 2688 for NVFP4,
+    448 for FP8 activations)."""
+    nvfp4_scale_search: str = "amax"
+    """Block scales of the NVFP4 formats: amax as ModelOpt's default; four_over_six, mse (4 codes around amax) and mse_full
+    (all 126 codes) take the scale of least squared error."""
+    nvfp4_mode: str = "modelopt"
+    """modelopt: weights are rounded to BF16 before they are quantised, as ModelOpt does; exact: they are not."""
     source: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts", "mtp"):
             _one_of(f"quant.{name}", getattr(self, name), WEIGHT_FORMATS)
         _one_of("quant.kv_dtype", self.kv_dtype, KV_FORMATS)
+        _one_of("quant.nvfp4_scale_search", self.nvfp4_scale_search, SCALE_SEARCHES)
+        _one_of("quant.nvfp4_mode", self.nvfp4_mode, NVFP4_MODES)
         if not self.input_scale > 0:
             raise ConfigError(f"quant.input_scale={self.input_scale} must be above 0: it divides the activations.")
 
@@ -186,7 +203,7 @@ class VerifyConfig:
     """Share of tokens whose most likely successor is the same."""
     max_ppl_ratio: float = 1.05
     """Perplexity of the converted model over that of the source."""
-    min_sqnr_db: dict[str, float] = field(default_factory=lambda: {"nvfp4": 18.0, "fp8": 26.0, "fp8_block": 60.0, "bf16": 40.0})
+    min_sqnr_db: dict[str, float] = field(default_factory=lambda: dict(MIN_SQNR_DB))
     """Least signal-to-quantization-noise ratio of one tensor against the source, in dB, by format."""
 
     def __post_init__(self) -> None:

@@ -37,6 +37,8 @@ MOE_BACKENDS = {
     ("blackwell", "nvfp4", True): "CUTLASS",
     ("blackwell", "fp8_block", False): "TRTLLM",
     ("blackwell", "fp8_block", True): "DEEPGEMM",
+    ("blackwell", "w4a8_nvfp4_fp8", False): "TRTLLM",
+    ("blackwell", "w4a8_nvfp4_fp8", True): "TRTLLM",
 }
 """(family, format of the routed experts, attention DP) -> backend of the recipes; CUTLASS for the rest."""
 LATENCY_EP = {("blackwell", "nvfp4"): 2, ("hopper", "fp8_block"): 4}

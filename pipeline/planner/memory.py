@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.models.arch import Arch
-from pipeline.planner.params import FP8_BLOCK, NVFP4_BLOCK, Part, main_parts, mtp_parts
+from pipeline.planner.params import STORAGE, Part, main_parts, mtp_parts
 
 __all__ = ["GIB", "Layout", "RankMemory", "Shares", "block_of", "kv_bytes_per_token", "rank_memory", "tokens_per_block"]
 
@@ -146,7 +146,7 @@ def tokens_per_block(arch: Arch, sm: int) -> int:
 
 def block_of(fmt: str) -> int:
     """Columns that may not be parted, because they share a scale."""
-    return {"fp8_block": FP8_BLOCK, "nvfp4": NVFP4_BLOCK}.get(fmt, 1)
+    return STORAGE[fmt].cols or 1
 
 
 def _absorbed(arch: Arch, formats: Mapping[str, str], shards: Shares, mtp: int) -> int:

@@ -12,14 +12,45 @@ from dataclasses import dataclass
 
 from pipeline.models.arch import Arch
 
-__all__ = ["CLASSES", "LINEAR_CLASSES", "Part", "layer_parts", "main_parts", "mtp_parts", "num_params", "stored_bytes"]
+__all__ = [
+    "CLASSES", "LINEAR_CLASSES", "STORAGE", "Part", "Storage", "layer_parts", "main_parts", "mtp_parts", "num_params",
+    "stored_bytes",
+]  # fmt: skip
 
 LINEAR_CLASSES = ("attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts")
 """Classes whose weights may be quantised; those of an MTP layer follow the format of `mtp` instead."""
 CLASSES = ("embed", "lm_head", "norm", "router", *LINEAR_CLASSES, "mtp")
 
-FP8_BLOCK = 128
-NVFP4_BLOCK = 16
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What a format stores: the weight, a scale for every `rows` x `cols` of it, and more."""
+
+    bits: int
+    scale_bytes: int = 0
+    rows: int = 1
+    cols: int | None = None
+    """None: a whole row."""
+    column_bytes: int = 0
+    """Of what is stored once a column."""
+    fixed_bytes: int = 0
+    """Of what is stored once a tensor."""
+
+
+STORAGE = {
+    "bf16": Storage(16),
+    "fp8": Storage(8, fixed_bytes=8),
+    "fp8_block": Storage(8, 4, 128, 128),
+    "fp8_channel": Storage(8, 4),
+    "mxfp8": Storage(8, 1, 1, 32),
+    "nvfp4": Storage(4, 1, 1, 16, fixed_bytes=8),
+    "w4a16_nvfp4": Storage(4, 1, 1, 16, fixed_bytes=4),
+    "w4a8_nvfp4_fp8": Storage(4, 1, 1, 32, fixed_bytes=8),
+    "mxfp4": Storage(4, 1, 1, 32),
+    "int4_awq": Storage(4, 4, 1, 128, column_bytes=2),
+    "w4a8_awq": Storage(4, 4, 1, 128, column_bytes=2, fixed_bytes=8),
+}
+"""As `pipeline/formats` writes it; a test compares the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +73,19 @@ class Part:
         """Stored bytes of all `count` tensors when linear layers are in `fmt`."""
         if self.float32:
             return 4 * self.params
-        return self.count * matrix_bytes(fmt if self.cls in LINEAR_CLASSES else "bf16", self.rows, self.cols)
+        return self.count * matrix_bytes(self._stored_as(fmt), self.rows, self.cols)
+
+    def _stored_as(self, fmt: str) -> str:
+        """BF16 for what is not linear, and for kv_b_proj, which `convert` leaves in BF16 unless in FP8 blocks."""
+        folded = self.name == "kv_b_proj" and fmt != "fp8_block"
+        return fmt if self.cls in LINEAR_CLASSES and not folded else "bf16"
 
 
 def matrix_bytes(fmt: str, rows: int, cols: int) -> int:
     """Bytes of one weight with its scales, as the checkpoint stores them."""
-    if fmt == "fp8_block":
-        return rows * cols + 4 * math.ceil(rows / FP8_BLOCK) * math.ceil(cols / FP8_BLOCK)
-    if fmt == "fp8":
-        return rows * cols + 8
-    if fmt == "nvfp4":
-        return rows * math.ceil(cols / 2) + rows * math.ceil(cols / NVFP4_BLOCK) + 8
-    return 2 * rows * cols
+    item = STORAGE[fmt]
+    scales = math.ceil(rows / item.rows) * math.ceil(cols / (item.cols or cols))
+    return rows * cols * item.bits // 8 + item.scale_bytes * scales + item.column_bytes * cols + item.fixed_bytes
 
 
 def attention_parts(arch: Arch) -> list[Part]:

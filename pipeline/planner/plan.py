@@ -39,6 +39,8 @@ def make_plan(config: Config, hf: dict[str, Any]) -> Plan:
         "formats": case.formats,
         "kv_cache": config.quant.kv_dtype,
         "input_scale": config.quant.input_scale,
+        "nvfp4_scale_search": config.quant.nvfp4_scale_search,
+        "nvfp4_mode": config.quant.nvfp4_mode,
     }
     report = {**_subject(case), **planned.report, "deploy": planned.deploy}
     return Plan(precision, planned.deploy, report)

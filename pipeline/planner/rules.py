@@ -14,14 +14,17 @@ from pipeline.engines.trtllm.versions import version_line
 from pipeline.planner.case import Case
 from pipeline.planner.choose import Choice, gpu_counts, size, splits
 from pipeline.planner.memory import GIB, Layout, block_of
-from pipeline.planner.params import LINEAR_CLASSES
+from pipeline.planner.params import LINEAR_CLASSES, STORAGE
 
 __all__ = ["REQUEST", "RESULT", "WARNINGS", "Rule", "broken"]
 
 ISSUES = "NVIDIA/TensorRT-LLM issue"
 MOE_SUPPORT = {
-    "CUTLASS": {"bf16": (90, 100, 103), "fp8": (90, 100, 103), "fp8_block": (90,), "nvfp4": (100, 103)},
-    "TRTLLM": {"fp8_block": (100, 103), "nvfp4": (100, 103)},
+    "CUTLASS": {
+        "bf16": (90, 100, 103), "fp8": (90, 100, 103), "fp8_block": (90,), "nvfp4": (100, 103),
+        "w4a16_nvfp4": (90, 100, 103), "w4a8_awq": (90,), "mxfp4": (90,),
+    },
+    "TRTLLM": {"fp8_block": (100, 103), "nvfp4": (100, 103), "w4a8_nvfp4_fp8": (100, 103)},
     "DEEPGEMM": {"fp8_block": (100, 103)},
     "CUTEDSL": {"fp8_block": (100, 103), "nvfp4": (100, 103)},
     "VANILLA": {"bf16": (90, 100, 103)},
@@ -76,7 +79,30 @@ def _format(case: Case, _: Choice | None) -> str | None:
     )
 
 
-def _nvfp4_columns(case: Case, _: Choice | None) -> str | None:
+def _experts(case: Case, _: Choice | None) -> str | None:
+    fmt, sm = case.expert_format, case.hw.sm
+    if case.family == "none" or fmt not in case.hw.weight_formats:
+        return None
+    if any(sm in formats.get(fmt, ()) for formats in MOE_SUPPORT.values()):
+        return None
+    able = sorted({name for formats in MOE_SUPPORT.values() for name, sms in formats.items() if sm in sms})
+    return (
+        f"No MoE backend of TensorRT-LLM takes {fmt} experts on SM{sm}: set quant.routed_experts to one of "
+        f"{', '.join(able)}, or engine=torch."
+    )
+
+
+def _experts_only(case: Case, _: Choice | None) -> str | None:
+    dense = [cls for cls in LINEAR_CLASSES if cls != "routed_experts" and case.formats[cls] == "mxfp4"]
+    if not dense or case.family == "none":
+        return None
+    return (
+        f"TensorRT-LLM takes mxfp4 (W4A16_MXFP4) for routed experts only, not for {', '.join(dense)}: set "
+        f"{', '.join(f'quant.{cls}=fp8_block' for cls in dense)}."
+    )
+
+
+def _columns(case: Case, _: Choice | None) -> str | None:
     arch = case.arch
     columns = {
         "attention": (arch.hidden_size, arch.q_lora_rank, arch.kv_lora_rank),
@@ -85,10 +111,12 @@ def _nvfp4_columns(case: Case, _: Choice | None) -> str | None:
         "shared_experts": (arch.hidden_size, arch.moe_intermediate_size * arch.n_shared_experts),
         "routed_experts": (arch.hidden_size, arch.moe_intermediate_size),
     }
-    bad = [cls for cls in LINEAR_CLASSES if case.formats[cls] == "nvfp4" and any(c % 16 for c in columns[cls])]
+    wanted = {cls: STORAGE[case.formats[cls]] for cls in LINEAR_CLASSES}
+    bad = [cls for cls, item in wanted.items() if item.rows == 1 and any(c % (item.cols or 1) for c in columns[cls])]
     if not bad:
         return None
-    return f"nvfp4 needs columns in blocks of 16, which {', '.join(bad)} do not have: keep them in bf16."
+    blocks = ", ".join(f"{case.formats[cls]} needs columns of {cls} in blocks of {wanted[cls].cols}" for cls in bad)
+    return f"{blocks}, which {case.config.model.name} does not have: keep {', '.join(bad)} in bf16."
 
 
 def _length(case: Case, _: Choice | None) -> str | None:
@@ -256,6 +284,16 @@ def _warn_balance(case: Case, choice: Choice | None) -> str | None:
     return f"TensorRT-LLM {line.line} does not balance attention-DP ranks, which gave 33 % on GB200: use 1.2."
 
 
+def _warn_mixed(case: Case, _: Choice | None) -> str | None:
+    used = sorted(set(case.formats.values()) - {"bf16"})
+    if len(used) < 2:
+        return None
+    return (
+        f"quant={case.config.quant.name} mixes {' and '.join(used)} (MIXED_PRECISION): TensorRT-LLM's loader was not run "
+        f"on it here; load it once before you plan on it."
+    )
+
+
 def _warn_hopper(case: Case, _: Choice | None) -> str | None:
     if case.hw.sm == 100:
         return None
@@ -295,7 +333,9 @@ REQUEST = (
     Rule("version", _version, "pipeline/engines/trtllm/versions"),
     Rule("sm", _sm, f"{ISSUES} 18039; examples/models/core/deepseek_v3/README.md"),
     Rule("format", _format, f"{ISSUES} 2869 (FP4 before Blackwell)"),
-    Rule("nvfp4_columns", _nvfp4_columns, "NVFP4 scales 16 values along K"),
+    Rule("experts", _experts, "fused_moe_cutlass.py _QUANT_SUPPORT_TABLE, fused_moe_trtllm_gen.py"),
+    Rule("experts_only", _experts_only, "linear.py get_quant_method: no W4A16_MXFP4"),
+    Rule("columns", _columns, "formats that scale groups along K"),
     Rule("length", _length, "config.json, max_position_embeddings"),
     Rule("pipeline_parallel", _pipeline_parallel, "not planned yet"),
     Rule("gpus", _gpus, "conf/hw"),
@@ -311,6 +351,7 @@ RESULT = (
     Rule("room", _room, "ai-dynamo/aiconfigurator issue 652: a batch above the cache queues silently"),
 )
 WARNINGS = (
+    Rule("mixed", _warn_mixed, "pipeline/checkpoint/quant_config.py: MIXED_PRECISION"),
     Rule("cut", _warn_cut, "pipeline/planner/case.py"),
     Rule("multi_node", _warn_multi_node, "triton-inference-server/tensorrtllm_backend pull request 772"),
     Rule("idle", _warn_idle, f"{ISSUES} 3486: concurrency spreads over the ranks"),
