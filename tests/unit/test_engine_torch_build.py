@@ -273,7 +273,7 @@ def test_without_a_compiler_auto_exports_and_aoti_is_refused(monkeypatch) -> Non
     cxx.cache_clear()
     try:
         assert resolve_compiler("auto") == "export"
-        with pytest.raises(MissingToolError, match=r"/nowhere/g\+\+ is not on PATH .* apt-get install g\+\+ .* compiler=export"):
+        with pytest.raises(MissingToolError, match=r"/nowhere/g\+\+ is not on PATH .*: apt-get install g\+\+ .*compiler=export"):
             resolve_compiler("aoti")
     finally:
         cxx.cache_clear()

@@ -158,8 +158,8 @@ def free_memory(device: str) -> int:
 
 
 def compile_forms(out: Path, info: dict[str, Any]) -> None:
-    """One process a form, side by side, each in a folder of its own that does not outlive it."""
-    with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
+    """One process a form, side by side; what they leave lies inside `out`, so a killed build leaves nothing elsewhere."""
+    with tempfile.TemporaryDirectory(prefix=".compile-", dir=out.absolute()) as scratch:
         running: list[tuple[str, subprocess.Popen[bytes]]] = []
         try:
             for form in info["forms"]:
