@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import platform
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline import __version__
 from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
-from pipeline.core.events import Console
+from pipeline.core.events import Console, PlainConsole
 from pipeline.core.explain import explain_miss
 from pipeline.core.key import SCHEMA, key_of, key_parts
 from pipeline.core.source import Source
 from pipeline.core.stage import Stage
 from pipeline.core.store import Attempt, Result, Store, describe_tree, tree_digest
-from pipeline.executors import Executor, StageCall, StageOutcome
+from pipeline.executors import Executor, StageCall, StageOutcome, make_executor
 
 __all__ = ["Graph", "State", "upstream"]
 
@@ -51,16 +54,31 @@ class Graph:
         return results
 
     def states(self, targets: list[str]) -> Iterator[State]:
-        """Where each stage stands, running nothing."""
+        """Where each stage stands. Nothing is written to the store; only light stages run, in a temporary folder."""
+        with tempfile.TemporaryDirectory(prefix="pipeline-explain-") as scratch:
+            yield from self._states(targets, Store(Path(scratch)))
+
+    def _states(self, targets: list[str], scratch: Store) -> Iterator[State]:
         results: dict[str, Result] = {}
         for stage in upstream(self.stages, targets):
-            if waiting := [name for name in _before(stage) if name not in results]:
-                yield State(stage, None, None, f"waits for {', '.join(waiting)}; runs unless their outputs stay the same")
+            if waiting := [need.stage for need in stage.needs if need.stage not in results]:
+                yield State(
+                    stage, None, None, f"waits for {', '.join(dict.fromkeys(waiting))}; runs unless their outputs stay the same"
+                )
                 continue
             state = self._state(stage, results)
             if state.result:
                 results[stage.name] = state.result
+            elif stage.light:
+                results[stage.name] = self._rehearse(state, results, scratch)
             yield state
+
+    def _rehearse(self, state: State, results: dict[str, Result], scratch: Store) -> Result:
+        """The result that a light stage would have."""
+        with scratch.attempt(state.stage.name, "rehearsal", resumable=False) as attempt:
+            call = self._call(state.stage, results, attempt)
+            outcome = make_executor("inline").run(call, PlainConsole(io.StringIO()).stage_started("", ""), scratch.root)
+            return scratch.publish(attempt, self._manifest(state, "rehearsal", attempt, outcome))
 
     def _state(self, stage: Stage, results: dict[str, Result]) -> State:
         parts = key_parts(stage, self.config, self._inputs(stage, results))

@@ -79,4 +79,6 @@ class Stage:
     run: str = ""
     """`module:function`, imported only where the stage runs; called with one `StageContext`."""
     resumable: bool = False
+    light: bool = False
+    """Takes well under a second and no torch: `explain` runs it in a folder of its own to see what would follow."""
     determinism: Literal["bitwise", "numeric"] = "bitwise"

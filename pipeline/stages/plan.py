@@ -24,6 +24,7 @@ STAGE = Stage(
     reads_checkpoint="config",
     code=("pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py", "pipeline/engines/trtllm/versions"),
     run="pipeline.stages.plan:run",
+    light=True,
 )
 
 
