@@ -14,6 +14,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,7 @@ class TritonPythonModel:
         )
         self._ids = itertools.count(1)
         self._senders: dict[int, Any] = {}
+        self._last_or_look = threading.Lock()
         self._outbox: queue.SimpleQueue[tuple[Any, Any, bool] | None] = queue.SimpleQueue()
         self._metrics = Metrics(args["model_name"])
         self._stopping = threading.Event()
@@ -130,7 +132,7 @@ class TritonPythonModel:
             try:
                 self._submit(request, sender)
             except Exception as error:
-                sender.send(pb_utils.InferenceResponse(error=_triton_error(error)), _flags(last=True))
+                self._send(sender, pb_utils.InferenceResponse(error=_triton_error(error)), last=True)
 
     def finalize(self) -> None:
         """Stop the threads; whatever still runs is answered with an error."""
@@ -177,15 +179,26 @@ class TritonPythonModel:
             if last:
                 self._metrics.publish(self._scheduler.stats)
             try:
-                sender.send(response, _flags(last))
+                self._send(sender, response, last)
             except Exception as error:
                 pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
+
+    def _send(self, sender: Any, response: Any, last: bool) -> None:
+        """Guard: Triton frees a request at its last response, and the whole server dies if it is then asked whether the
+        request was cancelled. So the last response and that question exclude each other."""
+        with self._last_or_look if last else nullcontext():
+            sender.send(response, _flags(last))
+
+    def _is_cancelled(self, number: int) -> bool:
+        with self._last_or_look:
+            sender = self._senders.get(number)
+            return sender is not None and sender.is_cancelled()
 
     def _watch(self) -> None:
         """Watcher thread: cancel what no client waits for, publish the metrics."""
         while not self._stopping.wait(WATCH_PERIOD):
-            for number, sender in list(self._senders.items()):
-                if sender.is_cancelled():
+            for number in list(self._senders):
+                if self._is_cancelled(number):
                     self._scheduler.cancel(number)
             if self._senders:
                 self._metrics.publish(self._scheduler.stats)
