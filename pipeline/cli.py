@@ -17,6 +17,7 @@ from types import FrameType
 from pipeline import __version__
 from pipeline.core.errors import ConfigError, PipelineError
 from pipeline.core.events import Console, make_console
+from pipeline.core.process import STOPS
 
 __all__ = ["COMMANDS", "Options", "main"]
 
@@ -133,6 +134,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(words)
     except PipelineError as error:
+        if "--json" in words:
+            make_console(as_json=True).result({"exit_code": error.exit_code, "error": str(error)})
         print(
             "\n".join(f"error: {line}" if not line.startswith(" ") else line for line in str(error).splitlines()), file=sys.stderr
         )
@@ -166,7 +169,8 @@ def _run(words: list[str]) -> int:
 
         print(resolved_yaml(options.overrides, options.config_dir), end="")
         return 0
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in STOPS[1:]:
+        signal.signal(number, _interrupt)
     return _function(name)(options, make_console(as_json=options.as_json))
 
 

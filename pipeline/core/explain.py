@@ -57,6 +57,7 @@ def _sentence(name: tuple[str, str], old: Any, new: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, (list, dict)) else str(value)
-    )
+    """As in YAML; `0 == False`, so types are asked first."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -35,13 +35,15 @@ class Source:
             )
         if what == "config":
             return hashlib.sha256((self.folder / "config.json").read_bytes()).hexdigest()
-        from pipeline.checkpoint.source import digest
+        from pipeline.checkpoint.digest import digest
 
         return digest(self.folder, self.cache)
 
 
 def find_source(config: Config, store_root: Path) -> Source:
     """The checkpoint that `checkpoint=` names, else the model's own."""
+    if config.checkpoint == "":
+        raise ConfigError("checkpoint= is empty: give the folder of a checkpoint, or leave it out for the model's own.")
     named = config.checkpoint or config.model.checkpoint
     folder = _locate(named) if named else None
     if folder and not (folder / "config.json").is_file():

@@ -8,7 +8,6 @@ The child is told to die with its parent, so that a killed build leaves nobody w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from pipeline.core import errors
 from pipeline.core.errors import PipelineError, StageError
 from pipeline.core.events import EventWriter, replay
 from pipeline.core.jsonio import read_json, write_json
+from pipeline.core.process import die_with_parent, undisturbed
 from pipeline.core.stage import Progress
 from pipeline.executors import StageCall, StageOutcome
 from pipeline.share import code_root
@@ -30,7 +30,6 @@ from pipeline.share import code_root
 __all__ = ["LocalExecutor", "child_main"]
 
 _LOG_LINES = 12
-_PR_SET_PDEATHSIG = 1
 _PARENT = "PIPELINE_PARENT_PID"
 
 
@@ -64,10 +63,11 @@ def _child(call_file: Path, tmp: str, log_stream: Any) -> Any:
     try:
         yield process
     finally:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with undisturbed():
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _python_path() -> str:
@@ -126,6 +126,6 @@ def child_main(call_file: Path) -> int:
 def _die_with_parent() -> None:
     """Linux: be killed when the parent dies, however it dies."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         if os.environ.get(_PARENT, str(os.getppid())) != str(os.getppid()):
             os._exit(1)  # it died before we asked

@@ -87,17 +87,17 @@ def measure_logits(ctx: StageContext, source: Checkpoint, converted: Checkpoint)
     text = heldout_file(source.folder, config.text)
     if text is None:
         return None, "Logits were not compared: the checkpoint has no heldout.txt; name a text as verify.text=FILE."
-    need = memory_needed(source.arch, config.tokens)
+    tokenizer = source.folder / "tokenizer.json"
+    windows = windows_of(text, tokenizer, source.arch, tokens=config.tokens, window=config.window)
+    need = memory_needed(source.arch, sum(map(len, windows)))
     if need > available_memory() / 2:
         return None, (
-            f"Logits were not compared: the float32 model takes {need / 1e9:.1f} GB, more than half of this machine's "
-            f"free memory; weights were compared in full."
+            f"Logits were not compared: the float32 model and its log-probabilities take {need / 1e9:.1f} GB, more than "
+            f"half of this machine's free memory; weights were compared in full."
         )
     _require_torch()
     from pipeline.verify.logits import compare_logits
 
-    tokenizer = source.folder / "tokenizer.json"
-    windows = windows_of(text, tokenizer, source.arch, tokens=config.tokens, window=config.window)
     ctx.progress.start(2 * sum(len(window) for window in windows), "tokens")
     return compare_logits(source, converted, windows, ctx.progress.advance), ""
 

@@ -28,6 +28,7 @@ from types import FrameType
 
 from pipeline.config.schema import Config, ServeConfig
 from pipeline.core.errors import ConfigError, MissingToolError, StageError
+from pipeline.core.process import STOPS, die_with_parent, undisturbed
 from pipeline.triton.check import check_repository
 from pipeline.triton.http import Endpoint
 
@@ -173,13 +174,15 @@ def _process(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=die_with_parent,
         )
     try:
         yield process
     finally:
-        _stop(process)
-        for left in Path("/dev/shm").glob(f"{prefix}*"):
-            left.unlink(missing_ok=True)
+        with undisturbed():
+            _stop(process)
+            for left in Path("/dev/shm").glob(f"{prefix}*"):
+                left.unlink(missing_ok=True)
 
 
 def copy_repository(repository: Path, target: Path) -> None:
@@ -324,7 +327,7 @@ def _signals() -> Iterator[list[str]]:
         if len(seen) == 1:
             raise KeyboardInterrupt
 
-    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    old = {number: signal.signal(number, handle) for number in STOPS}
     try:
         yield seen
     finally:

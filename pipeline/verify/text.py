@@ -38,6 +38,7 @@ def windows_of(text: Path, tokenizer: Path, arch: Arch, *, tokens: int, window: 
     ids = Tokenizer.from_file(str(tokenizer)).encode(text.read_text(encoding="utf-8"), add_special_tokens=False).ids
     if max(ids, default=0) >= arch.vocab_size:
         raise ConfigError(f"{tokenizer} yields token {max(ids)}, but the model has {arch.vocab_size}: it is another's.")
+    window = min(window, tokens, arch.max_position_embeddings)
     step = max(1, window - len(start))
     pieces = [start + ids[at : at + step] for at in range(0, len(ids), step)]
     room = max(1, tokens // window)

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.checkpoint import Checkpoint, ShardWriter, dequantized, digest
-from pipeline.checkpoint.digest import companions
+from pipeline.checkpoint import Checkpoint, ShardWriter, dequantized
+from pipeline.checkpoint import digest as digest_module
+from pipeline.checkpoint.digest import companions, digest
 from pipeline.checkpoint.layout import parameters, place_of
 from pipeline.checkpoint.reader import DTYPES, read_header, read_tensor
 from pipeline.checkpoint.source import INDEX
@@ -317,13 +318,9 @@ class TestDigest:
             before = digest(copy)
 
     def test_the_cache_saves_the_reading(self, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from pipeline.checkpoint import digest as module  # the function; its module is found through it
-
         cache, reads = tmp_path / "cache" / "digests.json", []
-        real = sys.modules[module.__module__].file_sha256
-        monkeypatch.setattr(
-            sys.modules[module.__module__], "file_sha256", lambda file: reads.append(file.name) or real(file)
-        )
+        real = digest_module.file_sha256
+        monkeypatch.setattr(digest_module, "file_sha256", lambda file: reads.append(file.name) or real(file))
         before = digest(copy, cache)
         first = len(reads)
         assert first > 5 and digest(copy, cache) == before and len(reads) == first

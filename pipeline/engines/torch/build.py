@@ -22,6 +22,7 @@ import torch
 from pipeline.checkpoint import dequantized
 from pipeline.core.errors import ConfigError, MissingToolError, StageError
 from pipeline.core.jsonio import read_json, write_json
+from pipeline.core.process import die_with_parent
 from pipeline.core.stage import StageContext
 from pipeline.engines.torch.export import write_compiler_wrapper
 from pipeline.engines.torch.graph import FORMS, Decoder
@@ -184,7 +185,7 @@ def start_compile(form: str, out: Path, folder: Path, compiler: str) -> subproce
         env["CXX"] = str(folder / "cxx")
     command = [sys.executable, "-m", "pipeline.engines.torch.export", form, str(out)]
     with open(folder / "log", "wb") as log:
-        return subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent)
 
 
 def check(out: Path) -> str:

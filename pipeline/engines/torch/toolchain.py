@@ -67,7 +67,7 @@ def cxx() -> tuple[str, str]:
 def _compiles(path: str) -> bool:
     """Whether the compiler, its C++ library and its linker are there."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "probe.cpp").write_text("#include <vector>\nint probe() { return std::vector<int>(1).front(); }\n")
+        (Path(folder) / "probe.cpp").write_text("#include <cstddef>\nstd::size_t probe() { return 0; }\n")
         command = [path, "-shared", "-fPIC", "-o", "probe.so", "probe.cpp"]
         return subprocess.run(command, cwd=folder, capture_output=True).returncode == 0
 
