@@ -20,11 +20,8 @@ Run as `python -m pipeline.engines.torch.export FORM FOLDER`; FOLDER has engine.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
-import threading
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -162,13 +159,5 @@ def write_compiler_wrapper(compiler: str, path: Path) -> None:
     path.chmod(0o755)
 
 
-def die_with(parent: int) -> None:
-    """End this process soon after its parent: a build that was killed must not write on into what the next one makes."""
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    os._exit(1)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=die_with, args=(os.getppid(),), daemon=True).start()
     compile_form(sys.argv[1], Path(sys.argv[2]))  # type: ignore[arg-type]
