@@ -1,8 +1,7 @@
 """The typed configuration: one dataclass a config group, units in the field's own words.
 
 `slots=True, kw_only=True` is not decoration: with slots, an unknown key (`+quant.kv_dytpe=fp8`) cannot be set,
-so `load.py` can refuse it. Ranges are checked in `__post_init__`; a field that is still `MISSING` passes, `load.py` reports it.
-Strings with a fixed set of values are checked against the tuples at the head of this file.
+so `load.py` can refuse it. Limits stand beside their field (`limited`) and `load.py` checks them all at once.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from typing import Any
 from omegaconf import MISSING
 
 from pipeline.core.errors import ConfigError
+from pipeline.core.limits import limited
+from pipeline.models.arch import HF_FIELDS
 
 __all__ = [
     "Config",
@@ -37,25 +38,28 @@ WEIGHT_FORMATS = (
 )  # fmt: skip
 SCALE_SEARCHES = ("amax", "four_over_six", "mse", "mse_full")
 NVFP4_MODES = ("modelopt", "exact")
+# Weights near normal (Gauss, t with 5 degrees, Laplace) measure, in dB: NVFP4 20.4 to 20.8, with searched scales 21.2 to 21.8,
+# FP8 and MXFP8 31.5, MXFP4 17.6 to 18.5, INT4 15.3 to 18.6; a public NVFP4 export of real weights 19.4; a global scale that
+# is off by 1.25x leaves 11.5. Alarms lie just below what is normal, limits between that and what a fault leaves.
 MIN_SQNR_DB = {
-    "bf16": 40.0, "fp8_block": 60.0, "fp8": 26.0, "fp8_channel": 28.0, "mxfp8": 28.0, "nvfp4": 18.0, "w4a16_nvfp4": 18.0,
-    "w4a8_nvfp4_fp8": 17.5, "mxfp4": 16.0, "int4_awq": 13.0, "w4a8_awq": 13.0,
+    "kept": 60.0, "bf16": 40.0, "fp8_block": 28.0, "fp8": 26.0, "fp8_channel": 28.0, "mxfp8": 28.0, "nvfp4": 18.0,
+    "w4a16_nvfp4": 18.0, "w4a8_nvfp4_fp8": 17.5, "mxfp4": 16.0, "int4_awq": 13.0, "w4a8_awq": 13.0,
 }  # fmt: skip
-KV_FORMATS = ("bf16", "fp8")
+ALARM_SQNR_DB = {
+    "bf16": 50.0, "fp8_block": 30.0, "fp8": 30.0, "fp8_channel": 30.0, "mxfp8": 30.0, "nvfp4": 20.0, "w4a16_nvfp4": 20.0,
+    "w4a8_nvfp4_fp8": 18.5, "mxfp4": 17.0, "int4_awq": 15.0, "w4a8_awq": 15.0,
+}  # fmt: skip
+KV_FORMATS = ("bf16", "fp8", "nvfp4")
 ENGINES = ("torch", "trtllm")
 DTYPES = ("float32", "bfloat16")
 COMPILERS = ("auto", "aoti", "export")
 EXECUTORS = ("inline", "local")
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in (*allowed, MISSING):
-        raise ConfigError(f"{name}={value} is not supported: choose one of {', '.join(allowed)}.")
-
-
-def _at_least(name: str, value: float | None, least: float) -> None:
-    if value not in (None, MISSING) and value < least:
-        raise ConfigError(f"{name}={value} is too small: it must be at least {least}.")
+MOST_TOKENS = 2**27
+"""Beyond any context window and any held-out text: a typing error."""
+MOST_INPUT_SCALE = 1e30
+"""Input scales are stored in float32."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,27 +69,29 @@ class HwConfig:
     name: str = MISSING
     title: str = MISSING
     """Name on the vendor's sheet."""
-    sm: int | None = None
+    sm: int | None = limited(None, least=50, most=200)
     """CUDA compute capability x10 (90 = Hopper, 100/103/120 = Blackwell); null for a CPU."""
-    num_devices: int = 1
+    num_devices: int = limited(1, least=1, most=1024)
     """GPUs a node, as the scheduler sees them."""
-    nvlink_domain: int = 1
+    num_nodes: int = 1
+    """Nodes that one instance may span over the network; inside an NVLink domain it spans them anyway."""
+    nvlink_domain: int = limited(1, least=1, most=1024)
     """GPUs that reach one another over NVLink."""
-    memory_bytes: float = MISSING
+    memory_bytes: float = limited(MISSING, least=1)
     """Memory of one device as software sees it, in bytes (not the marketed figure)."""
-    memory_marketed_bytes: float | None = None
-    memory_bandwidth: float = MISSING
+    memory_marketed_bytes: float | None = limited(None, least=1)
+    memory_bandwidth: float = limited(MISSING, least=1)
     """Bytes a second of one device, read."""
-    flops_bf16: float | None = None
+    flops_bf16: float | None = limited(None, least=1)
     """Dense FLOP a second."""
-    flops_fp8: float | None = None
-    flops_fp4: float | None = None
+    flops_fp8: float | None = limited(None, least=1)
+    flops_fp4: float | None = limited(None, least=1)
     """null where the chip has no FP4 tensor cores."""
-    nvlink_bandwidth: float | None = None
+    nvlink_bandwidth: float | None = limited(None, least=1)
     """Bytes a second of one device, one direction."""
-    tdp: float | None = None
+    tdp: float | None = limited(None, above=0)
     """Watts of one device."""
-    weight_formats: list[str] = field(default_factory=list)
+    weight_formats: list[str] = limited(default_factory=list, one_of=WEIGHT_FORMATS)
     """Weight formats whose matrix products run natively here."""
     source: list[str] = field(default_factory=list)
 
@@ -98,7 +104,7 @@ class ModelConfig:
     title: str = ""
     checkpoint: str | None = None
     """Folder of a checkpoint; `embedded:NAME` is one that ships with the pipeline."""
-    hf: dict[str, Any] = field(default_factory=dict)
+    hf: dict[str, Any] = limited(default_factory=dict, keys=HF_FIELDS)
     """The fields of the model's config.json that planning needs when no checkpoint is at hand."""
     source: list[str] = field(default_factory=list)
 
@@ -108,34 +114,27 @@ class QuantConfig:
     """A weight recipe: the format of each module class. Deny-all: what is not named stays BF16."""
 
     name: str = MISSING
-    attention: str = "bf16"
+    attention: str = limited("bf16", one_of=WEIGHT_FORMATS)
     """q_a, q_b, kv_a and kv_b projections."""
-    o_proj: str = "bf16"
-    dense_mlp: str = "bf16"
-    shared_experts: str = "bf16"
-    routed_experts: str = "bf16"
-    mtp: str = "bf16"
+    o_proj: str = limited("bf16", one_of=WEIGHT_FORMATS)
+    dense_mlp: str = limited("bf16", one_of=WEIGHT_FORMATS)
+    shared_experts: str = limited("bf16", one_of=WEIGHT_FORMATS)
+    routed_experts: str = limited("bf16", one_of=WEIGHT_FORMATS)
+    mtp: str = limited("bf16", one_of=WEIGHT_FORMATS)
     """Every linear layer of the multi-token-prediction layers."""
-    kv_dtype: str = "fp8"
+    kv_dtype: str = limited("fp8", one_of=KV_FORMATS)
     """Type of the KV cache on a GPU engine."""
-    input_scale: float = 1.0
+    input_scale: float = limited(
+        1.0, least=1 / MOST_INPUT_SCALE, most=MOST_INPUT_SCALE, hint="it divides the activations, and is stored in float32"
+    )
     """Static activation scale written where the format has one and there is no calibration (1.0: amax 2688 for NVFP4,
     448 for FP8 activations)."""
-    nvfp4_scale_search: str = "amax"
+    nvfp4_scale_search: str = limited("amax", one_of=SCALE_SEARCHES)
     """Block scales of the NVFP4 formats: amax as ModelOpt's default; four_over_six, mse (4 codes around amax) and mse_full
     (all 126 codes) take the scale of least squared error."""
-    nvfp4_mode: str = "modelopt"
+    nvfp4_mode: str = limited("modelopt", one_of=NVFP4_MODES)
     """modelopt: weights are rounded to BF16 before they are quantised, as ModelOpt does; exact: they are not."""
     source: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for name in ("attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts", "mtp"):
-            _one_of(f"quant.{name}", getattr(self, name), WEIGHT_FORMATS)
-        _one_of("quant.kv_dtype", self.kv_dtype, KV_FORMATS)
-        _one_of("quant.nvfp4_scale_search", self.nvfp4_scale_search, SCALE_SEARCHES)
-        _one_of("quant.nvfp4_mode", self.nvfp4_mode, NVFP4_MODES)
-        if not self.input_scale > 0:
-            raise ConfigError(f"quant.input_scale={self.input_scale} must be above 0: it divides the activations.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,17 +142,13 @@ class ParallelConfig:
     """How the ranks share the work. null means: let `plan` choose."""
 
     name: str = MISSING
-    tp: int | None = None
+    tp: int | None = limited(None, least=1, most=1024)
     """Tensor-parallel size = number of ranks of one instance."""
-    ep: int | None = None
+    ep: int | None = limited(None, least=1, most=1024)
     """Expert-parallel size; divides tp."""
-    pp: int = 1
+    pp: int = limited(1, least=1, most=1024)
     attention_dp: bool | None = None
     """Attention data parallelism: each rank keeps whole attention weights and its own requests."""
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "ep", "pp"):
-            _at_least(f"parallel.{name}", getattr(self, name), 1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,88 +156,75 @@ class WorkloadConfig:
     """What will be asked of the deployment."""
 
     name: str = MISSING
-    isl: int = MISSING
+    isl: int = limited(MISSING, least=1, most=MOST_TOKENS)
     """Input tokens of a request."""
-    osl: int = MISSING
+    osl: int = limited(MISSING, least=1, most=MOST_TOKENS)
     """Output tokens of a request."""
-    concurrency: int | None = None
+    concurrency: int | None = limited(None, least=1, most=2**20)
     """Requests in flight over the whole instance; null: as many as memory holds."""
-
-    def __post_init__(self) -> None:
-        for name in ("isl", "osl", "concurrency"):
-            _at_least(f"workload.{name}", getattr(self, name), 1)
 
 
 @dataclass(slots=True, kw_only=True)
 class SloConfig:
     """Latency limits; null is no limit."""
 
-    ttft_ms: float | None = None
+    ttft_ms: float | None = limited(None, above=0, hint="null is no limit")
     """Time to first token, in milliseconds."""
-    tpot_ms: float | None = None
+    tpot_ms: float | None = limited(None, above=0, hint="null is no limit")
     """Time per output token, in milliseconds."""
-
-    def __post_init__(self) -> None:
-        _at_least("slo.ttft_ms", self.ttft_ms, 0)
-        _at_least("slo.tpot_ms", self.tpot_ms, 0)
 
 
 @dataclass(slots=True, kw_only=True)
 class VerifyConfig:
     """The gate between convert and engine."""
 
-    tokens: int = 4096
+    tokens: int = limited(4096, least=2, most=MOST_TOKENS)
     """Held-out tokens whose logits are compared."""
-    window: int = 512
+    window: int = limited(512, least=2, most=MOST_TOKENS)
     """Tokens of one compared sequence."""
-    text: str | None = None
+    text: str | None = limited(None, empty=False, hint="name a UTF-8 file, or leave it out for the checkpoint's own")
     """Held-out text file; null: heldout.txt of the checkpoint."""
-    max_kl: float = 0.05
+    max_kl: float = limited(0.05, least=0)
     """Mean KL(source || converted) a token, in nats."""
-    min_top1: float = 0.90
+    min_top1: float = limited(0.90, least=0, most=1)
     """Share of tokens whose most likely successor is the same."""
-    max_ppl_ratio: float = 1.05
+    max_ppl_ratio: float = limited(1.05, above=0)
     """Perplexity of the converted model over that of the source."""
-    min_sqnr_db: dict[str, float] = field(default_factory=lambda: dict(MIN_SQNR_DB))
-    """Least signal-to-quantization-noise ratio of one tensor against the source, in dB, by format."""
-
-    def __post_init__(self) -> None:
-        _at_least("verify.tokens", self.tokens, 2)
-        _at_least("verify.window", self.window, 2)
+    min_sqnr_db: dict[str, float] = limited(default_factory=lambda: dict(MIN_SQNR_DB), keys=tuple(MIN_SQNR_DB))
+    """Least signal-to-quantization-noise ratio of one tensor against the source, in dB, by format; `kept` is for tensors
+    that are in the same quantised format as the source's."""
+    alarm_sqnr_db: dict[str, float] = limited(default_factory=lambda: dict(ALARM_SQNR_DB), keys=tuple(ALARM_SQNR_DB))
+    """Below this a tensor is named in the report, but does not fail the gate."""
+    sample: int = limited(0, least=0, most=MOST_TOKENS)
+    """Parameters compared of each layer, projection and format (at most as many experts); 0: all."""
+    sensitivity: bool = False
+    """Whether to measure the KL that each layer and each class causes alone, where the model is small enough to run."""
+    sensitivity_tokens: int = limited(1024, least=2, most=MOST_TOKENS)
+    """Held-out tokens of each of these runs."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TorchEngineConfig:
     """Compiled torch engine."""
 
-    device: str = "cpu"
+    device: str = limited("cpu", one_of=("cpu", "cuda"))
     """cpu or cuda."""
-    dtype: str = "float32"
+    dtype: str = limited("float32", one_of=DTYPES)
     """Type of activations, KV cache and dequantised weights."""
-    compiler: str = "auto"
+    compiler: str = limited("auto", one_of=COMPILERS)
     """aoti: AOTInductor (needs a C++ compiler); export: the exported graph, interpreted; auto: aoti where it can."""
-    expanded_from: int = 256
+    expanded_from: int = limited(256, least=1, most=MOST_TOKENS)
     """Prefill chunks of at least this many tokens use the non-absorbed form of MLA; shorter ones and decode the absorbed one."""
-    max_batch_size: int = 8
+    max_batch_size: int = limited(8, least=1, most=2**16)
     """Sequences in flight."""
-    max_seq_len: int = 1024
+    max_seq_len: int = limited(1024, least=2, most=MOST_TOKENS)
     """Prompt plus output tokens of one sequence."""
-    prefill_chunk: int = 512
+    prefill_chunk: int = limited(512, least=2, most=MOST_TOKENS)
     """Prompt tokens of one step; a longer prompt takes several, between which others decode."""
-    page_size: int = 32
+    page_size: int = limited(32, least=1, most=2**16)
     """Tokens a page of the latent KV cache."""
-    threads: int = 0
+    threads: int = limited(0, least=0, most=1024)
     """CPU threads; 0: as many as the machine has, 8 at most."""
-
-    def __post_init__(self) -> None:
-        _one_of("engine.torch.device", self.device, ("cpu", "cuda"))
-        _one_of("engine.torch.dtype", self.dtype, DTYPES)
-        _one_of("engine.torch.compiler", self.compiler, COMPILERS)
-        for name in ("expanded_from", "max_batch_size", "page_size"):
-            _at_least(f"engine.torch.{name}", getattr(self, name), 1)
-        _at_least("engine.torch.max_seq_len", self.max_seq_len, 2)
-        _at_least("engine.torch.prefill_chunk", self.prefill_chunk, 2)
-        _at_least("engine.torch.threads", self.threads, 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -252,29 +234,22 @@ class TrtllmEngineConfig:
     version: str = "1.2"
     """Version line of the container that will serve it."""
     moe_backend: str = "auto"
-    mtp: int | None = None
+    mtp: int | None = limited(None, least=0, most=8, hint="0 is off, 1 to 3 are usual")
     """Draft tokens a step by the model's own MTP layer; null: let `plan` choose."""
-    free_gpu_memory_fraction: float = 0.8
+    free_gpu_memory_fraction: float = limited(0.8, above=0, below=1, hint="0.8 is usual")
     """Share of the memory that is free after loading which the KV cache takes."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.free_gpu_memory_fraction < 1:
-            raise ConfigError(
-                f"engine.trtllm.free_gpu_memory_fraction={self.free_gpu_memory_fraction} must lie between 0 and 1; 0.8 is usual."
-            )
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineConfig:
     """Which runtime computes the tokens; only the section of `kind` is filled."""
 
-    kind: str = MISSING
+    kind: str = limited(MISSING, one_of=ENGINES)
     torch: TorchEngineConfig | None = None
     trtllm: TrtllmEngineConfig | None = None
 
     def __post_init__(self) -> None:
-        _one_of("engine.kind", self.kind, ENGINES)
-        if self.kind != MISSING and getattr(self, self.kind) is None:
+        if self.kind in ENGINES and getattr(self, self.kind) is None:
             raise ConfigError(f"engine.kind={self.kind} has no section engine.{self.kind}: select it as engine={self.kind}.")
 
 
@@ -285,27 +260,23 @@ class ServeConfig:
     name: str = MISSING
     model_name: str | None = None
     """Name of the model in Triton; null: the name of the model config."""
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
+    host: str = limited("127.0.0.1", empty=False, hint="127.0.0.1 is this machine alone, 0.0.0.0 every network of it")
+    http_port: int = limited(8000, least=0, most=65535)
+    grpc_port: int = limited(8001, least=0, most=65535)
+    metrics_port: int = limited(8002, least=0, most=65535)
     """Ports; 0 takes a free one."""
     server: str | None = None
     """Path of tritonserver; null: the one on PATH, else the one in the nvidia-pytriton wheel."""
     url: str | None = None
     """`smoke` only: HTTP host:port of a server that already runs (gRPC on grpc_port of that host)."""
-    ready_timeout: float = 120.0
+    ready_timeout: float = limited(120.0, above=0)
     """Seconds to wait for readiness before the server is stopped and its log quoted."""
-    max_queue: int = 256
+    max_queue: int = limited(256, least=0, most=2**20)
     """Requests that may wait before new ones are refused."""
-    smoke_prompt: str = "The Python language"
-    smoke_tokens: int = 48
-    smoke_requests: int = 8
+    smoke_prompt: str = limited("The Python language", empty=False)
+    smoke_tokens: int = limited(48, least=1, most=2**20)
+    smoke_requests: int = limited(8, least=1, most=1024)
     """Concurrent requests of the smoke run."""
-
-    def __post_init__(self) -> None:
-        for name in ("http_port", "grpc_port", "metrics_port", "max_queue"):
-            _at_least(f"serve.{name}", getattr(self, name), 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -313,10 +284,7 @@ class ExecutorConfig:
     """Where stages run."""
 
     name: str = MISSING
-    kind: str = MISSING
-
-    def __post_init__(self) -> None:
-        _one_of("executor.kind", self.kind, EXECUTORS)
+    kind: str = limited(MISSING, one_of=EXECUTORS)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -324,7 +292,7 @@ class StoreConfig:
     """Where results are kept."""
 
     name: str = MISSING
-    root: str = MISSING
+    root: str = limited(MISSING, empty=False, hint="name a folder; .pipeline is usual")
     """Folder of the content-addressed store; relative to the working directory."""
 
 

@@ -15,15 +15,35 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from pipeline.core.errors import ConfigError
+from pipeline.core.limits import limited, mistakes
 
-__all__ = ["Arch"]
+__all__ = ["HF_FIELDS", "Arch", "read_hf_config"]
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
+COMPUTED: dict[str, tuple[Any, ...]] = {
+    "model_type": MODEL_TYPES,
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "tie_word_embeddings": (False,),
+    "rope_interleave": (True,),
+}
+"""Fields of config.json that choose a computation, with what is computed here."""
+YARN = {
+    "factor": True, "original_max_position_embeddings": True, "beta_fast": False, "beta_slow": False, "mscale": False,
+    "mscale_all_dim": False, "attention_factor": False,
+}  # fmt: skip
+"""Numbers of a YaRN table, and whether one has to be there."""
+WIDTH = {"least": 1, "most": 2**20}
+LAYERS = {"least": 0, "most": 1024}
+TOKEN = {"least": -1, "most": 2**24}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,42 +51,44 @@ class Arch:
     """One model's dimensions. Build it with `from_hf` or `from_dir`."""
 
     model_type: str = "deepseek_v3"
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
+    vocab_size: int = limited(least=1, most=2**24)
+    hidden_size: int = limited(**WIDTH)
+    intermediate_size: int = limited(**WIDTH)
     """Width of the dense layers' MLP."""
-    moe_intermediate_size: int
+    moe_intermediate_size: int = limited(**WIDTH)
     """Width of one expert's MLP."""
-    num_hidden_layers: int
+    num_hidden_layers: int = limited(least=1, most=1024)
     """Layers of the main model; MTP layers are stored after them and are not counted."""
-    num_nextn_predict_layers: int = 0
-    num_attention_heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    n_routed_experts: int
-    n_shared_experts: int
-    num_experts_per_tok: int
-    n_group: int
-    topk_group: int
-    routed_scaling_factor: float
+    num_nextn_predict_layers: int = limited(0, **LAYERS)
+    num_attention_heads: int = limited(**WIDTH)
+    q_lora_rank: int = limited(**WIDTH)
+    kv_lora_rank: int = limited(**WIDTH)
+    qk_nope_head_dim: int = limited(**WIDTH)
+    qk_rope_head_dim: int = limited(**WIDTH)
+    v_head_dim: int = limited(**WIDTH)
+    n_routed_experts: int = limited(**WIDTH)
+    n_shared_experts: int = limited(**WIDTH)
+    num_experts_per_tok: int = limited(**WIDTH)
+    n_group: int = limited(**WIDTH)
+    topk_group: int = limited(**WIDTH)
+    routed_scaling_factor: float = limited(above=0)
     norm_topk_prob: bool = True
-    first_k_dense_replace: int
+    first_k_dense_replace: int = limited(**LAYERS)
     """The first this many layers have a dense MLP."""
-    moe_layer_freq: int = 1
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    moe_layer_freq: int = limited(1, least=1, most=1024)
+    rms_norm_eps: float = limited(1e-6, above=0, most=1)
+    rope_theta: float = limited(10000.0, above=1)
     rope_scaling: dict[str, Any] | None = None
     """None, or a YaRN table: factor, original_max_position_embeddings, beta_*, mscale*."""
-    max_position_embeddings: int
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
+    max_position_embeddings: int = limited(least=1, most=2**30)
+    bos_token_id: int | None = limited(None, **TOKEN)
+    eos_token_id: int | list[int] | None = limited(None, **TOKEN)
+    pad_token_id: int | None = limited(None, **TOKEN)
 
     def __post_init__(self) -> None:
         """Refuse shapes that no DeepSeek-V3 class model can have."""
+        if problems := [*mistakes(self), *_yarn_mistakes(self.rope_scaling)]:
+            raise ConfigError("\n".join(f"config.json: {problem}" for problem in problems))
         if self.n_routed_experts % self.n_group:
             raise ConfigError(
                 f"n_routed_experts is {self.n_routed_experts}, which {self.n_group} groups do not divide; "
@@ -84,10 +106,7 @@ class Arch:
     @classmethod
     def from_dir(cls, path: str | Path) -> Arch:
         """Read `config.json` in a checkpoint directory."""
-        file = Path(path) / "config.json"
-        if not file.is_file():
-            raise ConfigError(f"{path} has no config.json; point at a Hugging Face checkpoint directory.")
-        return cls.from_hf(json.loads(file.read_text(encoding="utf-8")))
+        return cls.from_hf(read_hf_config(Path(path)))
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> Arch:
@@ -174,16 +193,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:
     """Say which value is not supported, what is, and what to do."""
-    allowed: dict[str, tuple[Any, ...]] = {
-        "model_type": MODEL_TYPES,
-        "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",),
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "tie_word_embeddings": (False,),
-        "rope_interleave": (True,),
-    }
-    for name, values in allowed.items():
+    for name, values in COMPUTED.items():
         found = config.get(name, None if name == "model_type" else values[0])
         if found not in values:
             raise ConfigError(
@@ -199,10 +209,46 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
 
 def _rope_fields(config: dict[str, Any]) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, from either the published or transformers 5's spelling."""
-    merged = dict(config.get("rope_parameters") or {})
+    merged = dict(_table(config, "rope_parameters"))
     theta = config.get("rope_theta", merged.pop("rope_theta", 10000.0))
-    scaling = config.get("rope_scaling") or merged or None
+    scaling = _table(config, "rope_scaling") or merged or None
     kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
     if kind not in ("default", "yarn"):
         raise ConfigError(f"rope_scaling is of type {kind!r}; only 'yarn' or none is computed.")
-    return {"rope_theta": float(theta), "rope_scaling": dict(scaling) if scaling and kind == "yarn" else None}
+    theta = float(theta) if type(theta) is int else theta
+    return {"rope_theta": theta, "rope_scaling": dict(scaling) if scaling and kind == "yarn" else None}
+
+
+def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """The table `name` of config.json; empty where there is none."""
+    found = config.get(name) or {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"config.json: {name} is {found!r}, but must be a table or null.")
+    return found
+
+
+def _yarn_mistakes(scaling: dict[str, Any] | None) -> Iterator[str]:
+    """A sentence for each number of a YaRN table that is missing or cannot be."""
+    for name, needed in YARN.items() if scaling is not None else ():
+        value = (scaling or {}).get(name)
+        usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if (needed or value is not None) and not (usable and (value > 0 or (value == 0 and not needed))):
+            yield f"rope_scaling.{name} is {value!r}, but must be a number above 0."
+
+
+HF_FIELDS = (*(field.name for field in fields(Arch)), *(name for name in COMPUTED if name != "model_type"), "rope_parameters")
+"""The fields of config.json that are read here."""
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint folder."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no config.json: give the folder of a Hugging Face checkpoint as checkpoint=DIR.")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): fetch it again.") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} holds a {type(config).__name__}, but must hold a table of settings: fetch it again.")
+    return config

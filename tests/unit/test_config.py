@@ -72,6 +72,37 @@ def test_hardware_sets_defaults_and_the_command_line_wins() -> None:
         (["+hw=cpu", "quant"], r"quant is not an override: write KEY=VALUE"),
         (["+hw=cpu", "workload.isl=["], r"is not an override"),
         (["+hw=cpu", "+hw=h200"], r"hw"),
+        (["+hw=[cpu,b200]"], r"\+hw=\[cpu,b200\] does not choose one hw: choose one of .*\+hw=b200"),
+        (["+hw=cpu", "engine=null"], r"engine=null does not choose one engine: choose one of engine=torch, engine=trtllm"),
+        (["+hw=cpu", "quant="], r"quant= does not choose one quant"),
+        (["+hw=cpu", "quant=bf16,fp8"], r"quant=bf16,fp8 does not choose one quant"),
+        (["+hw=cpu", "checkpoint=${nope}"], r"checkpoint: .*'nope' not found"),
+        (["+hw=cpu", "model.title=${oc.env:NO_SUCH_VARIABLE}"], r"model\.title: .*NO_SUCH_VARIABLE"),
+        (["+hw=cpu", "verify=5"], r"verify: .*int"),
+        (["+hw=cpu", "verify=null"], r"verify"),
+        (["+hw=cpu", "~engine"], r"engine\.kind has no value"),
+        (["+hw=cpu", "serve.http_port=70000"], r"serve\.http_port=70000 is too large: it must be at most 65,535"),
+        (["+hw=cpu", "serve.smoke_requests=0"], r"serve\.smoke_requests=0 is too small"),
+        (["+hw=cpu", "serve.smoke_tokens=-1"], r"serve\.smoke_tokens=-1 is too small"),
+        (["+hw=cpu", "serve.ready_timeout=nan"], r"serve\.ready_timeout=nan is not a finite number"),
+        (["+hw=cpu", "serve.host="], r"serve\.host is empty: 127\.0\.0\.1"),
+        (["+hw=cpu", "store.root="], r"store\.root is empty: name a folder"),
+        (["+hw=cpu", "verify.max_kl=nan"], r"verify\.max_kl=nan is not a finite number"),
+        (["+hw=cpu", "verify.max_kl=-0.1"], r"verify\.max_kl=-0\.1 is too small"),
+        (["+hw=cpu", "verify.min_top1=1.5"], r"verify\.min_top1=1\.5 is too large: it must be at most 1"),
+        (["+hw=cpu", "verify.min_sqnr_db.nvfp4=inf"], r"verify\.min_sqnr_db\.nvfp4=inf is not a finite number"),
+        (["+hw=cpu", "+verify.min_sqnr_db.nvpf4=1"], r"nvpf4; did you mean verify\.min_sqnr_db\.nvfp4\?"),
+        (["+hw=cpu", "+verify.min_sqnr_db.foo=1"], r"no key verify\.min_sqnr_db\.foo: known are .*nvfp4"),
+        (["+hw=cpu", "model.hf.hidden_size=1"], r"model\.hf\.hidden_size is not set yet: add it as \+model\.hf\.hidden_size"),
+        (["+hw=b200", "model=deepseek_r1", "model.hf.hiden_size=1"], r"did you mean model\.hf\.hidden_size\?"),
+        (["+hw=cpu", "slo.ttft_ms=inf"], r"slo\.ttft_ms=inf is not a finite number.*null is no limit"),
+        (["+hw=cpu", "slo.tpot_ms=0"], r"slo\.tpot_ms=0\.0 is too small: it must be above 0"),
+        (["+hw=b200", "hw.memory_bytes=-1"], r"hw\.memory_bytes=-1\.0 is too small"),
+        (["+hw=b200", "hw.weight_formats=[fp3]"], r"hw\.weight_formats\[0\]=fp3 is not supported"),
+        (["+hw=b200", "engine.trtllm.mtp=100"], r"engine\.trtllm\.mtp=100 is too large.*1 to 3 are usual"),
+        (["+hw=b200", "engine.trtllm.free_gpu_memory_fraction=1"], r"must be below 1; 0\.8 is usual"),
+        (["+hw=cpu", "quant.input_scale=inf"], r"quant\.input_scale=inf is not a finite number"),
+        (["+hw=cpu", "quant.input_scale=0"], r"quant\.input_scale=0\.0 is too small.*it divides the activations"),
     ],
 )
 def test_mistakes_are_sentences(overrides: list[str], sentence: str) -> None:
@@ -87,6 +118,34 @@ def test_own_config_dir_adds_hardware(tmp_path: Path) -> None:
     assert load(["+hw=mine"], tmp_path).hw.title == "Mine"
     with pytest.raises(ConfigError, match=r"\+hw=mine"):
         load([], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("hw/cpu.yaml", b"name: mine", r"hw/cpu\.yaml has the name of a file that comes with the pipeline"),
+        ("loose.yaml", b"name: mine", r"loose\.yaml would not be read: move it into the folder of a group"),
+        ("hw/mine.yaml", b"a: [1\n", r"hw/mine\.yaml, line 2, column 1 is not YAML"),
+        ("hw/mine.yaml", b"a: 1\na: 2\n", r"hw/mine\.yaml, line 2, column 1 is not YAML: found duplicate key a"),
+        ("hw/mine.yaml", b"\xff\xfe", r"hw/mine\.yaml is not UTF-8 text"),
+        ("hw/mine.yaml", b"- a\n- b\n", r"mine"),
+        ("hw/mine.yaml", b"just text\n", r"mine"),
+        ("hw/mine.yaml", b"name: mine\ntitle: ${nope}\nmemory_bytes: 1\nmemory_bandwidth: 1\n", r"hw\.title: .*'nope' not found"),
+        ("hw/mine.yaml", b"name: mine\n", r"hw\.memory_bytes has no value"),
+        ("hw/mine.yaml", b"nmae: mine\n", r"'nmae' not in 'HwConfig'"),
+    ],
+)
+def test_mistakes_in_own_files_name_the_file(name: str, content: bytes, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "hw").mkdir()
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=sentence):
+        load(["+hw=mine"], tmp_path)
+
+
+def test_all_limits_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["+hw=cpu", "verify.tokens=1", "serve.http_port=-1", "slo.ttft_ms=nan"])
+    assert len(str(caught.value).splitlines()) == 3
 
 
 def test_a_config_survives_the_way_to_another_process() -> None:
