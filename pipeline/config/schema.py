@@ -75,6 +75,8 @@ class HwConfig:
     """GPUs a node, as the scheduler sees them."""
     num_nodes: int = 1
     """Nodes that one instance may span over the network; inside an NVLink domain it spans them anyway."""
+    num_nodes: int = 1
+    """Nodes that one instance may span over the network; inside an NVLink domain it spans them anyway."""
     nvlink_domain: int = limited(1, least=1, most=1024)
     """GPUs that reach one another over NVLink."""
     memory_bytes: float = limited(MISSING, least=1)

@@ -44,6 +44,11 @@ class Case:
         return self.config.engine.trtllm
 
     @property
+    def kv_format(self) -> str:
+        """Type of the KV cache."""
+        return self.config.quant.kv_dtype
+
+    @property
     def expert_format(self) -> str:
         """Weight format of the routed experts, which decides the MoE kernels."""
         return self.formats["routed_experts"]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.planner.case import Case
-from pipeline.planner.memory import Layout, RankMemory, block_of, rank_memory, tokens_per_block
+from pipeline.planner.memory import RankMemory, block_of, memory_of, tokens_per_block
+from pipeline.planner.setup import Layout, Setup
 
 __all__ = ["Choice", "Decision", "choose", "gpu_counts", "size", "splits"]
 
@@ -59,13 +60,10 @@ class Decision:
 class Choice:
     """A layout with the limits of one rank and the memory they take."""
 
-    layout: Layout
-    mtp: int
-    moe_backend: str
-    max_batch_size: int
-    max_num_tokens: int
+    setup: Setup
     max_seq_len: int
     memory: RankMemory
+    """Of the rank with the least room (pipeline stages differ)."""
     sequences: int
     """Whole sequences (prompt and output) that one rank's cache holds."""
     decisions: tuple[Decision, ...] = ()
@@ -73,6 +71,11 @@ class Choice:
     def value(self, name: str) -> Any:
         """What was decided for `name`."""
         return next(decision.value for decision in self.decisions if decision.name == name)
+
+    @property
+    def layout(self) -> Layout:
+        """How the instance is spread."""
+        return self.setup.layout
 
     @property
     def capacity(self) -> int:
@@ -104,17 +107,14 @@ def size(case: Case, layout: Layout) -> Choice:
     block = tokens_per_block(case.arch, case.hw.sm or 0)
     while True:
         tokens = _round_up(case.isl + batch * (1 + mtp.value) + 64, 64)
-        memory = _memory(case, layout, mtp.value, moe.value, tokens)
+        setup = _setup(case, layout, mtp=mtp.value, moe_backend=moe.value, max_batch_size=batch, max_num_tokens=tokens)
+        memory = min(memory_of(setup), key=lambda rank: rank.kv_tokens)
         sequences = memory.sequences(case.isl + case.osl + mtp.value, block)
         if sequences >= batch or batch == 1:
             break
         batch = _even(max(1, min(sequences, batch - 1)))
     return Choice(
-        layout=layout,
-        mtp=mtp.value,
-        moe_backend=moe.value,
-        max_batch_size=batch,
-        max_num_tokens=tokens,
+        setup=setup,
         max_seq_len=min(case.isl + case.osl + MARGIN_TOKENS, case.arch.max_position_embeddings),
         memory=memory,
         sequences=sequences,
@@ -147,10 +147,10 @@ def _attention_splits(case: Case, tp: int) -> bool:
 def _candidates(case: Case, prefer_adp: bool) -> list[Layout]:
     """Layouts in order of preference; what the configuration fixes is fixed."""
     asked = case.config.parallel
-    counts = [asked.tp] if asked.tp else gpu_counts(case.hw.num_devices)[::-1]
+    counts = [asked.tp] if asked.tp else gpu_counts(case.hw.num_devices * case.hw.num_nodes // asked.pp)[::-1]
     modes = [asked.attention_dp] if asked.attention_dp is not None else [prefer_adp, not prefer_adp]
     layouts = [layout for adp in modes for tp in counts if (layout := _layout(case, tp, adp and tp > 1))]
-    return layouts or [Layout(1, 1, False)]
+    return [replace(layout, pp=asked.pp) for layout in layouts or [Layout(1, 1, False)]]
 
 
 def _layout(case: Case, tp: int, adp: bool) -> Layout | None:
@@ -211,18 +211,16 @@ def _moe_backend(case: Case, layout: Layout) -> Decision:
     return Decision("moe_backend", backend, reason, RECIPES)
 
 
-def _memory(case: Case, layout: Layout, mtp: int, moe_backend: str, tokens: int) -> RankMemory:
-    return rank_memory(
-        case.arch,
-        case.formats,
-        layout,
-        kv_format=case.config.quant.kv_dtype,
-        mtp=mtp,
-        moe_backend=moe_backend,
-        max_num_tokens=tokens,
-        gpus_per_node=case.hw.num_devices,
-        visible=int(case.hw.memory_bytes),
+def _setup(case: Case, layout: Layout, **limits: Any) -> Setup:
+    return Setup(
+        arch=case.arch,
+        hw=case.hw,
+        formats=case.formats,
+        layout=layout,
+        version=case.trtllm.version,
+        kv_format=case.kv_format,
         fraction=case.trtllm.free_gpu_memory_fraction,
+        **limits,
     )
 
 
@@ -233,7 +231,7 @@ def _layout_reason(case: Case, choice: Choice) -> str:
         return "asked for: parallel.tp"
     if case.concurrency and case.concurrency <= LOW_CONCURRENCY and not choice.layout.attention_dp:
         return f"{_requests(case)}: for latency, all GPUs of the node that divide the model"
-    idle = case.hw.num_devices - choice.layout.tp
+    idle = case.hw.num_devices * case.hw.num_nodes - choice.layout.world_size
     more = f"; {idle} stay idle: the model divides no further" if idle else ""
     return f"all GPUs of the node, whose caches add up{more}"
 

@@ -3,13 +3,14 @@
 Weights are exact (see `params`). Under attention tensor parallelism (TP) everything of attention but q_a and kv_a is
 split over the ranks, and the MLA latent cache is *repeated* on each. Under attention data parallelism (ADP) attention,
 shared experts, dense layers, embedding and head are repeated, and the cache holds only the rank's own requests.
-Routed experts: `ep` ranks hold whole experts, each split over tp / ep of them.
+Routed experts: `ep` ranks hold whole experts, each split over tp / ep of them. Pipeline stages hold consecutive layers, the
+first ones one more where they do not divide; embedding with the first, head and MTP layer with the last.
 
-What is not weights is measured, not derived: starts of DeepSeek-R1 on B200 (TensorRT-LLM 1.2.0rc6 to 1.3.0rc10, server
-logs of zufayu/ClaudeSkillsE2EPerf @f655ecbe), all with max_num_tokens near 8,192. Of the 39 starts without piecewise
-CUDA graphs, which this pipeline does not emit, the KV tokens come out 1.2 % off on average, 4.8 % too few at worst and
-never more than 0.1 % too many; the constants were fitted to the same starts. Not measured: Hopper, SM103, and how the
-engine's part divides into a fixed and a per-token share, which is an estimate from the sizes of the activations.
+What is neither weights nor cache is in `overhead`. The KV tokens of 48 published starts of DeepSeek-R1 on B200 come out
+within the errors that `scripts/calibrate_memory.py` prints, cross-validated by configuration.
+
+    memory_of(setup)                              one RankMemory a pipeline stage; the ranks of a stage are alike
+    kv_tokens(setup, max_num_tokens=array, ...)   tokens that one rank's cache holds, for many limits at once
 """
 
 from __future__ import annotations
@@ -18,48 +19,26 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.models.arch import Arch
-from pipeline.planner.params import STORAGE, Part, main_parts, mtp_parts
+import numpy as np
 
-__all__ = ["GIB", "Layout", "RankMemory", "Shares", "block_of", "kv_bytes_per_token", "rank_memory", "tokens_per_block"]
+from pipeline.models.arch import Arch
+from pipeline.planner.overhead import Amount, engine_bytes
+from pipeline.planner.params import STORAGE, Part, embedding_parts, layer_parts, mtp_parts
+from pipeline.planner.setup import Layout, Setup
+
+__all__ = [
+    "GIB", "KV_BITS", "Layout", "RankMemory", "Shares", "block_of", "kv_bytes_per_token", "kv_tokens", "memory_of",
+    "stage_layers", "tokens_per_block",
+]  # fmt: skip
 
 GIB = 2**30
 
-STATIC_BYTES = 2.3 * GIB
-"""Tensors that the engine allocates beside the weights before its dry run: 1.8 to 2.6 GiB measured."""
-FIXED_BYTES = 6.0 * GIB
-"""CUDA context, NCCL, workspaces and CUDA graphs. Estimate; what is measured is this plus the activations."""
-ACTIVATION_BYTES = 71
-"""Peak activation bytes a token and hidden unit: with FIXED_BYTES, 9.9 GiB at 8,192 tokens, as measured."""
-EP_FP4_BYTES = 2.9 * GIB
-"""More of it when FP4 experts are spread over ranks: 12.6 to 13.1 GiB measured where EP = 1 takes 10.3."""
-DEEPGEMM_SHARE = {False: 0.56, True: 0.17}
-"""Copies of the routed experts that the DEEPGEMM backend keeps, as a share of them, by ADP: 1 and 4 starts."""
+KV_BITS = {"nvfp4": 4.5, "fp8": 8, "bf16": 16, "float32": 32}
+"""Bits of one cached value; NVFP4 with its scale for every 16."""
 REPEATED_UNDER_TP = ("q_a_proj", "kv_a_proj_with_mqa")
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How one instance is spread over ranks."""
-
-    tp: int
-    ep: int
-    attention_dp: bool
-
-    @property
-    def moe_tp(self) -> int:
-        """Ranks that share each expert."""
-        return self.tp // self.ep
-
-    @property
-    def cache_ranks(self) -> int:
-        """Ranks whose KV caches hold different requests."""
-        return self.tp if self.attention_dp else 1
-
-    def __str__(self) -> str:
-        """As TensorRT-LLM's users write it: ADP8+EP8, TP8+EP2, TP4."""
-        attention = f"{'ADP' if self.attention_dp else 'TP'}{self.tp}"
-        return attention if self.ep == 1 else f"{attention}+EP{self.ep}"
+MTP_COUNTED_FROM = (1, 3)
+"""Version line from which the MTP layer's cache is assumed to be counted; 1.2.0rc6 divided by the main layers' bytes alone
+(every one of its 13 starts with MTP), and then took the MTP layer's on top."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +52,11 @@ class RankMemory:
     """By module class; `mtp` is the whole MTP layer."""
     copies: Mapping[str, int]
     """Second forms of weights that the engine keeps."""
-    engine: int
+    overhead: Mapping[str, int]
+    """What the engine takes beside weights and cache, by cause."""
     kv_bytes_per_token: int
+    kv_bytes_counted: int
+    """Bytes a token by which the engine divides; without the MTP layer in older lines."""
 
     @property
     def loaded(self) -> int:
@@ -82,61 +64,62 @@ class RankMemory:
         return sum(self.weights.values()) + sum(self.copies.values())
 
     @property
+    def engine(self) -> int:
+        """All overhead."""
+        return sum(self.overhead.values())
+
+    @property
     def free(self) -> int:
         """What is left for the cache and for reserve; negative when the rank does not even start."""
         return self.visible - self.loaded - self.engine
 
     @property
-    def kv_cache(self) -> int:
-        """Bytes that the KV cache takes."""
-        return max(0, int(self.free * self.fraction))
-
-    @property
     def kv_tokens(self) -> int:
         """Tokens that the cache of this rank holds."""
-        return self.kv_cache // self.kv_bytes_per_token
+        return max(0, int(self.free * self.fraction)) // self.kv_bytes_counted
+
+    @property
+    def kv_cache(self) -> int:
+        """Bytes that the KV cache takes."""
+        return self.kv_tokens * self.kv_bytes_per_token
 
     def sequences(self, tokens: int, block: int) -> int:
         """Sequences of `tokens` tokens that the cache holds, in whole blocks."""
         return self.kv_tokens // (math.ceil(tokens / block) * block)
 
 
-def rank_memory(
-    arch: Arch,
-    formats: Mapping[str, str],
-    layout: Layout,
-    *,
-    kv_format: str,
-    mtp: int,
-    moe_backend: str,
-    max_num_tokens: int,
-    gpus_per_node: int,
-    visible: int,
-    fraction: float,
-) -> RankMemory:
-    """Memory of one rank (they are alike: each holds ceil(experts / ep) experts)."""
-    shards = Shares(layout, formats, gpus_per_node)
-    weights = dict.fromkeys(("embed", "lm_head", "norm", "router"), 0)
-    for part in main_parts(arch):
-        fmt = formats.get(part.cls, "bf16")
-        weights[part.cls] = weights.get(part.cls, 0) + shards.bytes(part, fmt)
-    if mtp:
-        fmt = formats.get("mtp", "bf16")
-        weights["mtp"] = sum(shards.bytes(part, fmt) for part in mtp_parts(arch, stored=False))
-    copies = {"kv_b (absorbed)": _absorbed(arch, formats, shards, mtp)}
-    if moe_backend == "DEEPGEMM":
-        copies["routed_experts (DEEPGEMM)"] = int(weights["routed_experts"] * DEEPGEMM_SHARE[layout.attention_dp])
-    engine = STATIC_BYTES + FIXED_BYTES + ACTIVATION_BYTES * arch.hidden_size * max_num_tokens
-    if formats.get("routed_experts") == "nvfp4" and layout.ep > 1:
-        engine += EP_FP4_BYTES
-    per_token = kv_bytes_per_token(arch, kv_format, mtp)
-    return RankMemory(visible, fraction, weights, copies, int(engine), per_token)
+def memory_of(setup: Setup) -> tuple[RankMemory, ...]:
+    """Memory of one rank of each pipeline stage (the ranks of a stage are alike: each holds ceil(experts / ep) experts)."""
+    return tuple(_stage(setup, stage) for stage in range(setup.layout.pp))
+
+
+def kv_tokens(setup: Setup, *, max_num_tokens: Amount | None = None, max_batch_size: Amount | None = None) -> Amount:
+    """Tokens that the cache of one rank holds (of the fullest stage); arrays give an array.
+
+    `max_batch_size` counts through the CUDA graphs, which are captured up to it or to `graph_batch`, whichever is less.
+    """
+    captured = max_batch_size
+    if captured is not None and setup.graph_batch is not None:
+        captured = np.minimum(captured, setup.graph_batch)
+    overhead = sum(engine_bytes(setup, tokens=max_num_tokens, captured=captured).values())
+    tokens = [
+        np.maximum(0, (rank.visible - rank.loaded - overhead) * rank.fraction) // rank.kv_bytes_counted
+        for rank in memory_of(setup)
+    ]
+    return np.minimum.reduce(tokens)
+
+
+def stage_layers(arch: Arch, pp: int, stage: int) -> range:
+    """Main layers of one pipeline stage; the first stages hold one more where they do not divide."""
+    base, extra = divmod(arch.num_hidden_layers, pp)
+    start = stage * base + min(stage, extra)
+    return range(start, start + base + (stage < extra))
 
 
 def kv_bytes_per_token(arch: Arch, kv_format: str, mtp: int = 0) -> int:
     """Bytes a token of the latent cache, over all layers; MTP layers have theirs too."""
     layers = arch.num_stored_layers if mtp else arch.num_hidden_layers
-    return arch.latent_dim * layers * {"fp8": 1, "bf16": 2, "float32": 4}[kv_format]
+    return _latent_bytes(arch, kv_format, layers)
 
 
 def tokens_per_block(arch: Arch, sm: int) -> int:
@@ -149,11 +132,61 @@ def block_of(fmt: str) -> int:
     return STORAGE[fmt].cols or 1
 
 
-def _absorbed(arch: Arch, formats: Mapping[str, str], shards: Shares, mtp: int) -> int:
-    """kv_b a second time, transposed for decoding: prefill multiplies by it, decoding absorbs it."""
-    kv_b = [part for part in main_parts(arch) if part.name == "kv_b_proj"]
-    total = sum(shards.bytes(part, formats.get("attention", "bf16")) for part in kv_b)
-    return total + (total // len(kv_b) * arch.num_nextn_predict_layers if mtp else 0)
+def _latent_bytes(arch: Arch, kv_format: str, layers: int) -> int:
+    return math.ceil(arch.latent_dim * KV_BITS[kv_format] / 8) * layers
+
+
+def _stage(setup: Setup, stage: int) -> RankMemory:
+    arch, pp = setup.arch, setup.layout.pp
+    layers, last = stage_layers(arch, pp, stage), stage == pp - 1
+    shards = Shares(setup.layout, setup.formats, setup.hw.num_devices)
+    drafts = arch.num_nextn_predict_layers if setup.mtp and last else 0
+    counted = drafts if setup.line >= MTP_COUNTED_FROM else 0
+    overhead = {name: int(size) for name, size in engine_bytes(setup).items()}
+    return RankMemory(
+        visible=int(setup.hw.memory_bytes),
+        fraction=setup.fraction,
+        weights=_weights(setup, shards, layers, first=stage == 0, last=last),
+        copies=_copies(setup, shards, layers, drafts),
+        overhead=overhead,
+        kv_bytes_per_token=_latent_bytes(arch, setup.kv_format, len(layers) + drafts),
+        kv_bytes_counted=_latent_bytes(arch, setup.kv_format, len(layers) + counted),
+    )
+
+
+def _weights(setup: Setup, shards: Shares, layers: range, *, first: bool, last: bool) -> dict[str, int]:
+    """Bytes by class: a dense and a MoE layer, as often as the stage has them, and what stands at the ends."""
+    arch, formats = setup.arch, setup.formats
+    weights = dict.fromkeys(("embed", "lm_head", "norm", "router"), 0)
+
+    def add(part: Part, times: int) -> None:
+        size = shards.bytes(part, formats.get(part.cls, "bf16"))
+        weights[part.cls] = weights.get(part.cls, 0) + size * times
+
+    for part in embedding_parts(arch):
+        add(part, int(first if part.cls == "embed" else last))
+    for is_moe in (False, True):
+        alike = [layer for layer in layers if arch.is_moe(layer) == is_moe]
+        for part in layer_parts(arch, alike[0]) if alike else ():
+            add(part, len(alike))
+    if setup.mtp and last:
+        fmt = formats.get("mtp", "bf16")
+        weights["mtp"] = sum(shards.bytes(part, fmt) for part in mtp_parts(arch, stored=False))
+    return weights
+
+
+def _copies(setup: Setup, shards: Shares, layers: range, drafts: int) -> dict[str, int]:
+    """kv_b a second time, transposed for decoding: prefill multiplies by it, decoding absorbs it. And DEEPGEMM's scales:
+    one byte for each row of a block of 128, instead of four for the whole block."""
+    parts = layer_parts(setup.arch, layers[-1])
+    (kv_b,) = (part for part in parts if part.name == "kv_b_proj")
+    fmt = setup.formats.get("attention", "bf16")
+    copies = {"kv_b (absorbed)": shards.bytes(kv_b, fmt) * (len(layers) + drafts)}
+    if setup.moe_backend == "DEEPGEMM":
+        moe = sum(setup.arch.is_moe(layer) for layer in layers) + drafts
+        experts = sum(shards.share(part, fmt, part.params // 128) for part in parts if part.cls == "routed_experts")
+        copies["routed_experts (scales)"] = experts * moe
+    return copies
 
 
 @dataclass(frozen=True, slots=True)

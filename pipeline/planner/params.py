@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pipeline.models.arch import Arch
 
 __all__ = [
-    "CLASSES", "LINEAR_CLASSES", "STORAGE", "Part", "Storage", "layer_parts", "main_parts", "mtp_parts", "num_params",
-    "stored_bytes",
+    "CLASSES", "LINEAR_CLASSES", "STORAGE", "Part", "Storage", "embedding_parts", "layer_parts", "main_parts", "mtp_parts",
+    "num_params", "stored_bytes",
 ]  # fmt: skip
 
 LINEAR_CLASSES = ("attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts")
@@ -126,11 +126,16 @@ def layer_parts(arch: Arch, layer: int) -> list[Part]:
     ]
 
 
+def embedding_parts(arch: Arch) -> list[Part]:
+    """What stands before and behind the layers: embedding, head and the last norm."""
+    embedding = [Part(cls, cls, arch.vocab_size, arch.hidden_size) for cls in ("embed", "lm_head")]
+    return [*embedding, Part("norm", "norm", arch.hidden_size)]
+
+
 def main_parts(arch: Arch) -> list[Part]:
     """The main model: everything but the MTP layers."""
-    embedding = [Part(cls, cls, arch.vocab_size, arch.hidden_size) for cls in ("embed", "lm_head")]
     layers = [part for layer in range(arch.num_hidden_layers) for part in layer_parts(arch, layer)]
-    return [*embedding, Part("norm", "norm", arch.hidden_size), *layers]
+    return [*embedding_parts(arch), *layers]
 
 
 def mtp_parts(arch: Arch, *, stored: bool) -> list[Part]:

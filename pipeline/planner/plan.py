@@ -37,7 +37,7 @@ def make_plan(config: Config, hf: dict[str, Any]) -> Plan:
     planned = _PLANNERS[config.engine.kind](case)
     precision = {
         "formats": case.formats,
-        "kv_cache": config.quant.kv_dtype,
+        "kv_cache": case.kv_format,
         "input_scale": config.quant.input_scale,
         "nvfp4_scale_search": config.quant.nvfp4_scale_search,
         "nvfp4_mode": config.quant.nvfp4_mode,
@@ -111,20 +111,20 @@ def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
         "isl": case.isl,
         "tp": layout.tp,
         "ep": layout.ep,
-        "pp": 1,
+        "pp": layout.pp,
         "attention_dp": layout.attention_dp,
-        "num_devices": layout.tp,
-        "instances_per_node": max(1, case.hw.num_devices // layout.tp),
-        "max_batch_size": choice.max_batch_size,
-        "max_num_tokens": choice.max_num_tokens,
+        "num_devices": layout.world_size,
+        "instances_per_node": max(1, case.hw.num_devices // layout.world_size),
+        "max_batch_size": choice.setup.max_batch_size,
+        "max_num_tokens": choice.setup.max_num_tokens,
         "max_seq_len": choice.max_seq_len,
-        "kv_cache_dtype": case.config.quant.kv_dtype,
+        "kv_cache_dtype": case.kv_format,
         "tokens_per_block": tokens_per_block(case.arch, case.hw.sm or 0),
         "free_gpu_memory_fraction": case.trtllm.free_gpu_memory_fraction,
         "cuda_graph_max_batch_size": choice.value("cuda_graph_max_batch_size"),
         "stream_interval": choice.value("stream_interval"),
-        "mtp": choice.mtp,
-        "moe_backend": choice.moe_backend,
+        "mtp": choice.setup.mtp,
+        "moe_backend": choice.setup.moe_backend,
     }
 
 
@@ -151,8 +151,8 @@ def _subject(case: Case) -> dict[str, Any]:
 
 def _memory(choice: Choice) -> dict[str, Any]:
     memory = choice.memory
-    rows = [_row(name, size) for name, size in (*memory.weights.items(), *memory.copies.items()) if size]
-    rows += [_row("engine", memory.engine), _row("kv_cache", memory.kv_cache)]
+    parts = (*memory.weights.items(), *memory.copies.items(), *memory.overhead.items())
+    rows = [*(_row(name, size) for name, size in parts if size), _row("kv_cache", memory.kv_cache)]
     total = sum(row["bytes"] for row in rows)
     rows.append(_row("unused (1 - fraction)", memory.visible - total))
     return {"rows": rows, "weights": memory.loaded, "total": total, "visible": memory.visible}
@@ -165,8 +165,8 @@ def _limits(case: Case, choice: Choice) -> list[dict[str, Any]]:
         ("KV bytes a token", memory.kv_bytes_per_token, None),
         ("KV tokens", memory.kv_tokens, memory.kv_tokens * ranks),
         (f"sequences of {case.isl} + {case.osl} tokens that fit", choice.sequences, choice.capacity),
-        ("max_batch_size", choice.max_batch_size, choice.max_batch_size * ranks),
-        ("max_num_tokens", choice.max_num_tokens, choice.max_num_tokens * ranks),
+        ("max_batch_size", choice.setup.max_batch_size, choice.setup.max_batch_size * ranks),
+        ("max_num_tokens", choice.setup.max_num_tokens, choice.setup.max_num_tokens * ranks),
         ("max_seq_len", choice.max_seq_len, None),
     ]
     return [{"name": name, "rank": rank, "instance": whole} for name, rank, whole in pairs]

@@ -13,8 +13,9 @@ from pipeline.core.errors import ConfigError
 from pipeline.engines.trtllm.versions import version_line
 from pipeline.planner.case import Case
 from pipeline.planner.choose import Choice, gpu_counts, size, splits
-from pipeline.planner.memory import GIB, Layout, block_of
+from pipeline.planner.memory import GIB, block_of
 from pipeline.planner.params import LINEAR_CLASSES, STORAGE
+from pipeline.planner.setup import Layout
 
 __all__ = ["REQUEST", "RESULT", "WARNINGS", "Rule", "broken"]
 
@@ -244,9 +245,9 @@ def _backend_of_line(case: Case, choice: Choice | None) -> str | None:
     assert choice is not None
     line = version_line(case.trtllm.version)
     known = line.fields["moe_config"]["backend"]
-    if choice.moe_backend in known:
+    if choice.setup.moe_backend in known:
         return None
-    return f"TensorRT-LLM {line.line} has no MoE backend {choice.moe_backend}: choose {', '.join(known)}, or auto."
+    return f"TensorRT-LLM {line.line} has no MoE backend {choice.setup.moe_backend}: choose {', '.join(known)}, or auto."
 
 
 def _warn_cut(case: Case, _: Choice | None) -> str | None:
@@ -302,22 +303,22 @@ def _warn_hopper(case: Case, _: Choice | None) -> str | None:
 
 def _warn_mtp_format(case: Case, choice: Choice | None) -> str | None:
     assert choice is not None
-    if not choice.mtp or case.formats["mtp"] != "bf16" or choice.moe_backend == "CUTLASS":
+    if not choice.setup.mtp or case.formats["mtp"] != "bf16" or choice.setup.moe_backend == "CUTLASS":
         return None
-    return f"The BF16 MTP layer runs on CUTLASS, not on {choice.moe_backend}, which has no BF16 kernels."
+    return f"The BF16 MTP layer runs on CUTLASS, not on {choice.setup.moe_backend}, which has no BF16 kernels."
 
 
 def _warn_deepgemm(case: Case, choice: Choice | None) -> str | None:
     assert choice is not None
     fraction = case.trtllm.free_gpu_memory_fraction
-    if choice.moe_backend != "DEEPGEMM" or not choice.mtp or fraction <= 0.5:
+    if choice.setup.moe_backend != "DEEPGEMM" or not choice.setup.mtp or fraction <= 0.5:
         return None
     return f"DEEPGEMM with MTP ran out of memory at a fraction of 0.6 on B200: if {fraction} does too, set 0.5."
 
 
 def _warn_mtp_crash(case: Case, choice: Choice | None) -> str | None:
     assert choice is not None
-    if not (choice.mtp and choice.layout.attention_dp and case.hw.sm == 103 and case.trtllm.version.startswith("1.3")):
+    if not (choice.setup.mtp and choice.layout.attention_dp and case.hw.sm == 103 and case.trtllm.version.startswith("1.3")):
         return None
     return "MTP with attention DP crashed on GB300 with 1.3.0rc21: if it does, set engine.trtllm.mtp=0."
 

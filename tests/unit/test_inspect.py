@@ -17,12 +17,14 @@ import pytest
 from pipeline.checkpoint import Checkpoint, ShardWriter
 from pipeline.checkpoint.reader import DTYPES, TensorInfo, read_tensor
 from pipeline.cli import main
+from pipeline.config.schema import HwConfig
 from pipeline.formats.numerics import BF16
 from pipeline.inspect import Inspection, inspect
 from pipeline.inspect.ranks import RankOptions
 from pipeline.inspect.recognise import recognise
 from pipeline.models.arch import Arch
-from pipeline.planner.memory import Layout, rank_memory
+from pipeline.planner.memory import memory_of
+from pipeline.planner.setup import Layout, Setup
 from scripts import make_r1_headers
 from tests._utils import random_checkpoint
 from tests._utils.run_stage import convert, recipe
@@ -190,10 +192,8 @@ class TestRanks:
         config = make_r1_headers.r1_config() | {"num_hidden_layers": 5}
         found = inspect(make_r1_headers.write(tmp_path, config, 6), RankOptions(layout))
         formats = dict.fromkeys(("attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts"), "fp8_block")
-        planned = rank_memory(
-            Arch.from_hf(config), formats, layout, kv_format="fp8", mtp=0, moe_backend="CUTLASS", max_num_tokens=1,
-            gpus_per_node=8, visible=1, fraction=1.0,
-        )  # fmt: skip
+        machine = HwConfig(num_devices=8, memory_bytes=1)
+        (planned,) = memory_of(Setup(arch=Arch.from_hf(config), hw=machine, formats=formats, layout=layout))
         mine = {row["class"]: row["rank_bytes"] for row in found.rows() if row["class"] != "mtp"}
         assert mine == {kind: pytest.approx(size, rel=1e-6) for kind, size in planned.weights.items()}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,15 +14,12 @@ from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
 from pipeline.core.jsonio import read_json
 from pipeline.models.arch import Arch
-from pipeline.planner.memory import GIB, Layout, kv_bytes_per_token, rank_memory
 from pipeline.planner.params import LINEAR_CLASSES, main_parts, num_params, stored_bytes
 from pipeline.planner.plan import Plan, make_plan
 from pipeline.planner.render import render
 
 R1 = load(["+hw=b200", "model=deepseek_r1"]).model.hf
 FP8 = dict.fromkeys((*LINEAR_CLASSES, "mtp"), "fp8_block")
-V1 = {"dense_mlp": "nvfp4", "shared_experts": "nvfp4", "routed_experts": "nvfp4"}
-V2 = V1 | {"o_proj": "nvfp4"}
 TINY_FOLDER = Path(pipeline.__file__).parent / "data" / "tiny_r1"
 TINY = read_json(TINY_FOLDER / "config.json")
 
@@ -39,82 +35,14 @@ def refusal(*overrides: str) -> str:
     return str(error.value)
 
 
-def memory(formats: dict[str, str], tp: int, ep: int, adp: bool, **changed: Any):
-    settings: dict[str, Any] = {
-        "kv_format": "fp8",
-        "mtp": 0,
-        "moe_backend": "TRTLLM",
-        "max_num_tokens": 8192,
-        "gpus_per_node": 8,
-        "visible": int(178.35 * GIB),
-        "fraction": 0.8,
-    }
-    return rank_memory(Arch.from_hf(R1), formats, Layout(tp, ep, adp), **settings | changed)
-
-
-def test_parameters_of_r1_are_exact():
-    assert num_params(main_parts(Arch.from_hf(R1))) == 671_026_419_200
-
-
-def test_fp8_checkpoint_of_r1_is_within_a_ten_thousandth_of_the_published_one():
-    published = 688_586_727_753  # total_size of model.safetensors.index.json
-    assert abs(sum(stored_bytes(Arch.from_hf(R1), FP8).values()) / published - 1) < 1e-4
-
-
 def test_bytes_of_the_embedded_checkpoint_are_exact():
     index = read_json(TINY_FOLDER / "model.safetensors.index.json")
     assert sum(stored_bytes(Arch.from_hf(TINY), FP8).values()) == index["metadata"]["total_size"]
 
 
-def test_nvfp4_checkpoint_of_r1():
-    assert 410e9 < sum(stored_bytes(Arch.from_hf(R1), V2).values()) < 420e9
-
-
 def test_kimi_k2_has_a_trillion_parameters():
     hf = load(["+hw=b200", "model=kimi_k2"]).model.hf
     assert round(num_params(main_parts(Arch.from_hf(hf))) / 1e9) == 1026
-
-
-def test_kv_bytes_of_a_token():
-    arch = Arch.from_hf(R1)
-    assert kv_bytes_per_token(arch, "fp8") == 35_136
-    assert kv_bytes_per_token(arch, "bf16") == 70_272
-    assert kv_bytes_per_token(arch, "fp8", mtp=1) == 35_712
-
-
-def test_r1_in_fp4_takes_75_to_80_gb_of_each_of_eight_gpus_under_attention_dp():
-    assert 75e9 < memory(V1, 8, 8, adp=True).loaded < 80e9
-
-
-@pytest.mark.parametrize(
-    ("formats", "tp", "ep", "mtp", "moe", "fraction", "tokens"),
-    [
-        (FP8, 8, 1, 0, "TRTLLM", 0.8, 2_123_433),
-        (FP8, 8, 1, 3, "TRTLLM", 0.8, 2_089_283),
-        (FP8, 8, 1, 0, "DEEPGEMM", 0.7, 961_616),
-        (V2, 8, 1, 0, "TRTLLM", 0.8, 2_917_306),
-        (V2, 8, 8, 0, "TRTLLM", 0.8, 2_860_536),
-        (V2, 4, 4, 0, "TRTLLM", 0.8, 1_805_335),
-    ],
-)
-def test_kv_tokens_agree_with_measured_starts(formats, tp, ep, mtp, moe, fraction, tokens):
-    """TensorRT-LLM on B200, logs of zufayu/ClaudeSkillsE2EPerf; it did not count the MTP layer's cache."""
-    found = memory(formats, tp, ep, adp=False, mtp=mtp, moe_backend=moe, fraction=fraction).kv_cache // 35_136
-    assert 0.95 < found / tokens < 1.005
-
-
-def test_kv_tokens_agree_with_a_measured_start_under_attention_dp():
-    found = memory(FP8, 8, 8, adp=True, mtp=1, moe_backend="DEEPGEMM", fraction=0.7).kv_cache // 35_136
-    assert 0.95 < found / 1_272_593 < 1.005
-
-
-def test_attention_tp_repeats_the_cache_and_attention_dp_the_weights():
-    tp, adp = memory(FP8, 8, 8, adp=False), memory(FP8, 8, 8, adp=True)
-    assert tp.kv_bytes_per_token == adp.kv_bytes_per_token
-    assert adp.weights["o_proj"] == 8 * tp.weights["o_proj"]
-    assert adp.weights["routed_experts"] == tp.weights["routed_experts"]
-    assert Layout(8, 8, False).cache_ranks == 1
-    assert Layout(8, 8, True).cache_ranks == 8
 
 
 @pytest.mark.parametrize("hw", ["b200", "b300", "gb200", "gb300"])
