@@ -16,7 +16,8 @@ from pipeline.core.stage import Need, Stage, StageContext
 if TYPE_CHECKING:
     from pipeline.checkpoint.source import Checkpoint
     from pipeline.config.schema import Config
-    from pipeline.verify.logits import LogitsError
+    from pipeline.verify.logits import LogitsError, Sensitivity
+    from pipeline.verify.report import Report
     from pipeline.verify.weights import TensorError
 
 __all__ = ["STAGE", "run"]
@@ -32,7 +33,7 @@ def toolchain(config: Config) -> dict[str, str]:
 
 STAGE = Stage(
     name="verify",
-    version=1,
+    version=2,
     needs=(Need(stage="convert"),),
     config=("verify",),
     reads_checkpoint="all",
@@ -49,57 +50,91 @@ def run(ctx: StageContext) -> None:
     """Measure, write the report, then decide."""
     from pipeline.checkpoint.source import Checkpoint
     from pipeline.core.errors import GateError
-    from pipeline.core.jsonio import write_atomic, write_json
-    from pipeline.verify.gate import failures
-    from pipeline.verify.report import as_json, as_markdown, lines
-    from pipeline.verify.weights import broken_scales
+    from pipeline.verify.gate import alarms, failures, scale_faults
+    from pipeline.verify.report import Report
+    from pipeline.verify.weights import differing_pairs
 
     assert ctx.checkpoint is not None
     source, converted = Checkpoint.open(ctx.checkpoint), Checkpoint.open(ctx.inputs["convert"])
-    errors = measure_weights(ctx, source, converted)
+    errors, compared = measure_weights(ctx, source, converted)
     logits, note = measure_logits(ctx, source, converted)
-    failed = failures(ctx.config.verify, errors, broken_scales(converted), logits)
-    write_json(ctx.out / "report.json", as_json(errors, logits, note, failed))
-    write_atomic(ctx.out / "report.md", as_markdown(errors, logits, note, failed).encode())
-    for line in lines(errors, logits, note):
-        ctx.progress.note(line)
+    failed = failures(ctx.config.verify, errors, [*scale_faults(errors), *differing_pairs(converted)], logits)
+    report = Report(
+        errors=errors, compared=compared, failed=failed, alarms=alarms(ctx.config.verify, errors), logits=logits, note=note,
+        sensitivity=measure_sensitivity(ctx, source, converted, errors) if logits and ctx.config.verify.sensitivity else [],
+    )  # fmt: skip
+    write(ctx, report)
     if failed:
         raise GateError(" ".join([*failed, f"The full report is {ctx.out / 'report.md'}."]))
 
 
-def measure_weights(ctx: StageContext, source: Checkpoint, converted: Checkpoint) -> list[TensorError]:
-    """Errors of every parameter, with progress in bytes."""
+def write(ctx: StageContext, report: Report) -> None:
+    """report.json, report.md and heatmap.svg, and what the user sees at once."""
+    from pipeline.core.jsonio import write_atomic, write_json
+    from pipeline.verify.heatmap import heatmap
+
+    config = ctx.config.verify
+    write_json(ctx.out / "report.json", report.as_json())
+    write_atomic(ctx.out / "report.md", report.as_markdown().encode())
+    write_atomic(ctx.out / "heatmap.svg", heatmap(report.errors, config.min_sqnr_db, config.alarm_sqnr_db).encode())
+    for line in report.lines():
+        ctx.progress.note(line)
+
+
+def measure_weights(ctx: StageContext, source: Checkpoint, converted: Checkpoint) -> tuple[list[TensorError], str]:
+    """Errors of every parameter, or of a sample, with progress in bytes; and which they are."""
+    from pipeline.verify.sample import choose, sentence
     from pipeline.verify.weights import compare_weights
 
-    ctx.progress.start(sum(entry.num_bytes for side in (source, converted) for entry in side.entries.values()), "B")
+    chosen = choose(converted.entries.values(), ctx.config.verify.sample)
+    ctx.progress.start(sum(entry.num_bytes + source.entries[entry.name].num_bytes for entry in chosen), "B")
     errors = []
-    for error, num_bytes in compare_weights(source, converted):
+    for error, num_bytes in compare_weights(source, chosen):
         errors.append(error)
         ctx.progress.advance(num_bytes)
-    return errors
+    return errors, sentence(len(chosen), len(converted.entries), ctx.config.verify.sample)
 
 
 def measure_logits(ctx: StageContext, source: Checkpoint, converted: Checkpoint) -> tuple[LogitsError | None, str]:
     """The comparison, or None and the reason why it was left out."""
-    from pipeline.verify.text import available_memory, heldout_file, memory_needed, windows_of
+    from pipeline.verify.text import available_memory, heldout_file, memory_needed
 
-    config = ctx.config.verify
-    text = heldout_file(source.folder, config.text)
-    if text is None:
+    if heldout_file(source.folder, ctx.config.verify.text) is None:
         return None, "Logits were not compared: the checkpoint has no heldout.txt; name a text as verify.text=FILE."
-    tokenizer = source.folder / "tokenizer.json"
-    windows = windows_of(text, tokenizer, source.arch, tokens=config.tokens, window=config.window)
+    windows = heldout_windows(ctx, source, ctx.config.verify.tokens)
     need = memory_needed(source.arch, sum(map(len, windows)))
     if need > available_memory() / 2:
         return None, (
             f"Logits were not compared: the float32 model and its log-probabilities take {need / 1e9:.1f} GB, more than "
-            f"half of this machine's free memory; weights were compared in full."
+            f"half of this machine's free memory."
         )
     _require_torch()
     from pipeline.verify.logits import compare_logits
 
     ctx.progress.start(2 * sum(len(window) for window in windows), "tokens")
     return compare_logits(source, converted, windows, ctx.progress.advance), ""
+
+
+def measure_sensitivity(
+    ctx: StageContext, source: Checkpoint, converted: Checkpoint, errors: list[TensorError]
+) -> list[Sensitivity]:
+    """The KL of each layer and of each class alone, for those that changed; only where logits could be compared."""
+    from pipeline.verify.damage import groups
+    from pipeline.verify.logits import sensitivity
+
+    found = groups(errors)
+    windows = heldout_windows(ctx, source, ctx.config.verify.sensitivity_tokens)
+    ctx.progress.start((len(found) + 1) * sum(map(len, windows)), "tokens")
+    return sensitivity(source, converted, windows, found, ctx.progress.advance)
+
+
+def heldout_windows(ctx: StageContext, source: Checkpoint, tokens: int) -> list[list[int]]:
+    """Token ids of the held-out text."""
+    from pipeline.verify.text import heldout_file, windows_of
+
+    text = heldout_file(source.folder, ctx.config.verify.text)
+    assert text is not None
+    return windows_of(text, source.folder / "tokenizer.json", source.arch, tokens=tokens, window=ctx.config.verify.window)
 
 
 def _require_torch() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.verify.weights import TensorError
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import VerifyConfig
     from pipeline.verify.logits import LogitsError
 
-__all__ = ["failures"]
+__all__ = ["alarms", "below", "failures", "scale_faults"]
 
 
 def failures(
@@ -21,6 +21,39 @@ def failures(
     return [*_scale_failures(faults), *_weight_failures(config, errors), *_logits_failures(config, logits)]
 
 
+def alarms(config: VerifyConfig, errors: Sequence[TensorError]) -> list[str]:
+    """What is worse than usual, though it passes."""
+    found = []
+    for key, limit, low, total in below(config.alarm_sqnr_db, errors):
+        passing = [error for error in low if error.rank >= config.min_sqnr_db.get(key, float("-inf"))]
+        if passing:
+            worst = passing[0]
+            found.append(
+                f"{len(passing)} of {total} {key} tensors lie below verify.alarm_sqnr_db.{key}={limit:g} dB, the worst, "
+                f"{worst.name}, at {worst.rank:g} dB: unusual weights, or scales that do not fit them."
+            )
+    return found
+
+
+def below(
+    limits: Mapping[str, float], errors: Sequence[TensorError]
+) -> Iterator[tuple[str, float, list[TensorError], int]]:
+    """Limit by limit: its key and value, the tensors below it (worst first), and how many it holds for."""
+    for key, limit in sorted(limits.items()):
+        mine = [error for error in errors if error.limit_key == key]
+        if low := sorted((error for error in mine if error.rank < limit), key=lambda error: (error.rank, error.name)):
+            yield key, limit, low, len(mine)
+
+
+def scale_faults(errors: Sequence[TensorError]) -> list[str]:
+    """Scales that runtimes would compute with in silence, a sentence each."""
+    return [
+        f"{error.name.removesuffix('.weight')}.{suffix} holds a value that is not finite and above 0"
+        for error in errors
+        for suffix in error.bad_scales
+    ]
+
+
 def _scale_failures(faults: Sequence[str]) -> Iterator[str]:
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
@@ -28,14 +61,10 @@ def _scale_failures(faults: Sequence[str]) -> Iterator[str]:
 
 
 def _weight_failures(config: VerifyConfig, errors: Sequence[TensorError]) -> Iterator[str]:
-    for name, limit in sorted(config.min_sqnr_db.items()):
-        low = [error for error in errors if error.format == name and error.rank < limit]
-        if not low:
-            continue
-        worst = min(low, key=lambda error: (error.rank, error.name))
-        total = sum(error.format == name for error in errors)
+    for key, limit, low, total in below(config.min_sqnr_db, errors):
+        worst = low[0]
         yield (
-            f"{len(low)} of {total} {name} tensors lie below verify.min_sqnr_db.{name}={limit:g} dB, the worst, "
+            f"{len(low)} of {total} {key} tensors lie below verify.min_sqnr_db.{key}={limit:g} dB, the worst, "
             f"{worst.name}, at {worst.rank:g} dB; convert again if the checkpoint was altered, keep the class in a wider "
             f"format (quant.{worst.kind}=bf16), or lower the limit."
         )

@@ -1,12 +1,13 @@
 """The reference model with the source's weights and with the converted ones, on the same held-out text.
 
 Weights are dequantised and activations stay float32, so this measures what the weights lost, whatever the runtime.
-The two models are never in memory together.
+The two models are never in memory together. `sensitivity` keeps the source's and lends it the converted weights of
+one layer, or one class, at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import exp
@@ -17,7 +18,7 @@ from torch import Tensor
 from pipeline.checkpoint.source import Checkpoint
 from pipeline.models.deepseek_v3 import DeepseekV3, build
 
-__all__ = ["LogitsError", "compare_logits"]
+__all__ = ["LogitsError", "Sensitivity", "compare_logits", "sensitivity"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,51 @@ def compare_logits(
     kl, top1, nll_source, nll_converted = (sums / tokens).tolist()
     ppl_source, ppl_converted = round(exp(nll_source), 4), round(exp(nll_converted), 4)
     return LogitsError(tokens, round(max(kl, 0.0), 6), round(top1, 4), ppl_source, ppl_converted)
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """What one group of weights does to the predictions when it alone is converted."""
+
+    group: str
+    tensors: int
+    kl: float
+    """Mean KL(source || source with this group converted), in nats."""
+    top1: float
+
+
+def sensitivity(
+    source: Checkpoint,
+    converted: Checkpoint,
+    windows: list[list[int]],
+    groups: Mapping[str, Sequence[str]],
+    advance: Callable[[int], None],
+) -> list[Sensitivity]:
+    """One run for each group of parameters (by name), the most harmful first; one more for the source."""
+    ids = [torch.tensor([window]) for window in windows]
+    with _one_thread(), torch.inference_mode():
+        model = load(source)
+        wanted = list(_run(model, ids, advance))
+        found = []
+        for group, names in groups.items():
+            _lend(model, converted, names)
+            found.append(_harm(group, len(names), ids, wanted, _run(model, ids, advance)))
+            _lend(model, source, names)
+    return sorted(found, key=lambda item: (-item.kl, item.group))
+
+
+def _lend(model: DeepseekV3, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+    """Overwrite parameters in place; nothing is kept of what was there."""
+    state = model.state_dict()
+    for name in names:
+        state[name].copy_(torch.from_numpy(checkpoint.entries[name].dequantized()))
+
+
+def _harm(group: str, num: int, ids: list[Tensor], wanted: list[Tensor], got: Iterator[Tensor]) -> Sensitivity:
+    sums = sum(_compare(w[0, 1:], before, after) for w, before, after in zip(ids, wanted, got, strict=True))
+    assert isinstance(sums, Tensor)
+    kl, top1 = (sums / sum(window.shape[1] - 1 for window in ids)).tolist()[:2]
+    return Sensitivity(group, num, round(max(kl, 0.0), 6), round(top1, 4))
 
 
 def load(checkpoint: Checkpoint) -> DeepseekV3:

@@ -90,8 +90,35 @@ def test_the_other_formats(source: Path, tmp_path: Path, name: str, low: float, 
 def test_reports_are_the_same_bytes(source: Path, nvfp4: Path, tmp_path: Path) -> None:
     for run in ("a", "b"):
         verify(source, nvfp4, tmp_path / run, **LOOSE)
-    for file in ("report.json", "report.md"):
+    for file in ("report.json", "report.md", "heatmap.svg"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_sensitivity_ranks_what_was_converted(source: Path, nvfp4: Path, tmp_path: Path) -> None:
+    """Each group alone; the groups with all of the loss are converted like the whole, so one class of one stands for it."""
+    report = verify(source, nvfp4, tmp_path, sensitivity=True, sensitivity_tokens=64, **LOOSE)
+    rows = {row["group"]: row for row in report["sensitivity"]}
+    assert {"layer 0", "layer 4", "routed_experts", "o_proj"} <= rows.keys() and "mtp" not in rows and "norm" not in rows
+    assert all(0 < row["kl"] <= 0.2 for row in rows.values())
+    assert [row["kl"] for row in report["sensitivity"]] == sorted((row["kl"] for row in rows.values()), reverse=True)
+    assert "One group converted" in (tmp_path / "report.md").read_text()
+
+
+def test_sensitivity_of_everything_is_the_whole(source: Path, nvfp4: Path) -> None:
+    """Lending all changed weights at once gives the logits of the converted model, and giving them back the source's."""
+    from pipeline.verify.logits import compare_logits, sensitivity
+
+    before, after = Checkpoint.open(source), Checkpoint.open(nvfp4)
+    windows = windows_of(source / "heldout.txt", source / "tokenizer.json", before.arch, tokens=64, window=64)
+    one, none = sensitivity(before, after, windows, {"all": list(after.entries), "none": []}, lambda amount: None)
+    whole = compare_logits(before, after, windows, lambda amount: None)
+    assert (one.group, one.kl, one.top1) == ("all", whole.kl, whole.top1) and (none.kl, none.top1) == (0.0, 1.0)
+
+
+def test_a_sample_is_said_and_smaller(silent: Path, nvfp4: Path, tmp_path: Path) -> None:
+    report = verify(silent, nvfp4, tmp_path, sample=2, **LOOSE)
+    assert report["compared"].startswith("121 of 331 parameters were compared: up to 2 of each layer, projection and format")
+    assert len(report["tensors"]) == 121 and len(report["layers"]) == 6 and report["sensitivity"] == []
 
 
 def test_a_wrong_global_scale_fails_with_numbers(silent: Path, damaged: Path, tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""The tensors of one parameter, a range of rows at a time.
+
+Ranges are read into buffers of their own, never mapped, so the memory of a comparison does not depend on the size of a
+tensor: `lm_head` of R1 takes 1.9 GB. Every range but the last is a multiple of 128 rows, which no block scale crosses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from math import prod
+
+import numpy as np
+
+from pipeline.checkpoint.reader import DTYPES, TensorInfo
+from pipeline.checkpoint.source import Entry
+from pipeline.core.errors import ConfigError
+from pipeline.formats.numerics import Array
+
+__all__ = ["PIECE_ELEMENTS", "Scales", "read_rows", "row_pieces"]
+
+PIECE_ELEMENTS = 1 << 22
+"""Most weights of one range, where 128 rows do not hold more."""
+BLOCK = 128
+_WHOLE = frozenset({"pre_quant_scale"})
+"""Runs along K."""
+
+
+def row_pieces(shape: tuple[int, ...]) -> list[slice]:
+    """Ranges of rows that cover a weight of `shape`; one element counts as a row of its own in a vector."""
+    rows = shape[0] if shape else 1
+    fit = max(1, PIECE_ELEMENTS // max(1, prod(shape[1:])) // BLOCK) * BLOCK
+    return [slice(start, min(start + fit, rows)) for start in range(0, max(1, rows), fit)]
+
+
+def read_rows(entry: Entry, rows: slice) -> dict[str, Array]:
+    """The stored tensors for these rows of the weight, by the names that formats use."""
+    num_rows = entry.shape[0] if entry.shape else 1
+    if _stored_as_meant(entry):
+        return {role: _read(info, _stored_rows(role, info.shape, rows, num_rows)) for role, info in _roles(entry)}
+    loaded = entry.load()
+    return {role: array[_stored_rows(role, array.shape, rows, num_rows) or ...] for role, array in loaded.items()}
+
+
+class Scales(Mapping[str, Array]):
+    """An entry's tensors, each read whole when it is asked for: what `Format.limit` takes."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+
+    def __getitem__(self, role: str) -> Array:
+        if _stored_as_meant(self._entry):
+            return _read(self._entry.tensors[role], None)
+        return self._entry.load()[role]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entry.tensors)
+
+    def __len__(self) -> int:
+        return len(self._entry.tensors)
+
+
+def _roles(entry: Entry) -> Iterator[tuple[str, TensorInfo]]:
+    """A parameter such as `e_score_correction_bias` is a plain weight to formats."""
+    if len(entry.tensors) == 1:
+        yield "weight", entry.main
+    else:
+        yield from entry.tensors.items()
+
+
+def _stored_as_meant(entry: Entry) -> bool:
+    """Whether the tensors on disk are those of the format, so that parts of them can be read."""
+    if not entry.quantised:
+        return len(entry.tensors) == 1
+    wanted = {output.suffix: (output.dtype, output.shape) for output in entry.format.outputs(entry.place.module, entry.shape)}
+    return {suffix: (info.dtype, info.shape) for suffix, info in entry.tensors.items()} == wanted
+
+
+def _stored_rows(role: str, shape: tuple[int, ...], rows: slice, num_rows: int) -> slice | None:
+    """The rows of a stored tensor that belong to rows of the weight; None: all of it."""
+    if not shape or role in _WHOLE:
+        return None
+    each = 1 if shape[0] == num_rows else 2 if shape[0] * 2 == num_rows else BLOCK
+    return slice(rows.start // each, -(-rows.stop // each))
+
+
+def _read(info: TensorInfo, rows: slice | None) -> Array:
+    """Rows of one tensor, or all of it, in a new buffer."""
+    shape = info.shape if rows is None else (rows.stop - rows.start, *info.shape[1:])
+    stride = prod(info.shape[1:]) * DTYPES[info.dtype].itemsize
+    buffer = np.empty(prod(shape) * DTYPES[info.dtype].itemsize, np.uint8)
+    _read_into(info, memoryview(buffer), info.start + (rows.start * stride if rows else 0))
+    return buffer.view(DTYPES[info.dtype]).reshape(shape)
+
+
+def _read_into(info: TensorInfo, buffer: memoryview, offset: int) -> None:
+    try:
+        descriptor = os.open(info.file, os.O_RDONLY)
+        try:
+            while buffer:
+                count = os.preadv(descriptor, [buffer], offset)
+                if not count:
+                    raise OSError("the file ends here")
+                buffer, offset = buffer[count:], offset + count
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ConfigError(f"{info.file} cannot be read at {info.name}: {error}. Copy the file again.") from error
