@@ -20,6 +20,7 @@ from pipeline.checkpoint.source import Checkpoint, Entry
 from pipeline.checkpoint.writer import TensorPlan
 from pipeline.core.errors import ConfigError
 from pipeline.formats import Format
+from pipeline.layouts import Form
 
 __all__ = ["ConversionPlan", "OutputShard", "Step", "not_finite", "plan_conversion"]
 
@@ -32,8 +33,12 @@ class Step:
 
     entry: Entry
     target: Format
+    form: Form
+    """How the target is stored."""
     copies: bool
     """Whether the stored bytes are taken over unchanged."""
+    relays: bool
+    """Whether codes and scales are taken over into another layout."""
     fused: str | None
     """The parameter that must have the same tensor-wide scale."""
     outputs: tuple[TensorPlan, ...]
@@ -46,9 +51,16 @@ class Step:
         same_type = not self.entry.quantised and self.outputs[0][1] == self.entry.main.dtype
         if self.copies or same_type:
             return "copy"
+        if self.relays:
+            return f"re-lay as {self.form.layout}"
         if self.target.quant_algo is None:
             return f"{'dequantise' if self.entry.quantised else 'cast'} to {self.outputs[0][1]}"
         return f"{'requantise' if self.entry.quantised else 'quantise'} to {self.target.name}"
+
+    @property
+    def needs_amax(self) -> bool:
+        """Whether its codes depend on the largest magnitude of the whole tensor."""
+        return self.target.tensor_scale and not self.copies and not self.relays
 
     @property
     def num_bytes(self) -> int:
@@ -125,21 +137,23 @@ def not_finite(entry: Entry) -> Problem:
 
 def _step(recipe: Recipe, entry: Entry, limit: float | None) -> Step:
     target, module = recipe.format_of(entry.place), entry.place.module
-    fused = f"{entry.place.partner}.weight" if entry.place.partner and target.tensor_scale else None
+    form = recipe.form_of(target)
     if recipe.keeps(entry):
         kept = tuple((info.name, info.dtype, info.shape) for info in entry.tensors.values())
-        return Step(entry, target, True, None, kept, limit)
+        return Step(entry, target, form, True, False, None, kept, limit)
     if entry.name.endswith(BIAS):
-        return Step(entry, target, False, None, ((entry.name, "F32", entry.shape),), limit)
-    outputs = target.outputs(module, entry.shape)
-    return Step(entry, target, False, fused, tuple((f"{module}.{o.suffix}", o.dtype, o.shape) for o in outputs), limit)
+        return Step(entry, target, form, False, False, None, ((entry.name, "F32", entry.shape),), limit)
+    relays = recipe.relays(entry)
+    fused = f"{entry.place.partner}.weight" if entry.place.partner and target.tensor_scale and not relays else None
+    outputs = tuple((f"{module}.{o.suffix}", o.dtype, o.shape) for o in form.outputs(module, entry.shape))
+    return Step(entry, target, form, False, relays, fused, outputs, limit)
 
 
 def _amax_limits(source: Checkpoint) -> dict[str, float]:
     """448 times the largest block scale of each FP8 block weight; each file is mapped once."""
     by_file: dict[Path, list[Entry]] = {}
     for entry in source.entries.values():
-        if entry.format.name == "fp8_block":
+        if "weight_scale_inv" in entry.tensors:
             by_file.setdefault(entry.tensors["weight_scale_inv"].file, []).append(entry)
     limits: dict[str, float] = {}
     for file, entries in by_file.items():

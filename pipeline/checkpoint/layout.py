@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 from pipeline.models.arch import Arch
 
-__all__ = ["CLASSES", "SCALE_SUFFIXES", "Place", "classify", "parameters", "place_of"]
+__all__ = ["CLASSES", "Place", "classify", "parameters", "place_of"]
 
 CLASSES = (
     "embed", "lm_head", "norm", "router", "attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts", "mtp",
     "other",
 )
-SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")

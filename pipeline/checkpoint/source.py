@@ -1,7 +1,7 @@
 """A checkpoint folder as a list of weights, each with its scales, wherever they lie.
 
 DeepSeek's published shards do split a weight from its scale, so pairs are made over the whole folder. Which format
-a weight is in follows from its type and the scales beside it, never from a config file.
+a weight is in, and in which tool's layout, follows from its tensors' names, types and shapes, never from a config file.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.digest import digest
-from pipeline.checkpoint.layout import SCALE_SUFFIXES, Place, parameters, place_of
+from pipeline.checkpoint.layout import Place, parameters, place_of
 from pipeline.checkpoint.problems import Problem, Report, refuse, refuse_all
 from pipeline.checkpoint.reader import TensorInfo, read_header, read_tensor, uncollected
 from pipeline.core.errors import ConfigError
-from pipeline.formats import FORMATS, Format, get_format
+from pipeline.formats import FORMATS, Format
 from pipeline.formats.numerics import Array, Float32
+from pipeline.layouts import MAIN_LEAVES, PLAIN, SCALE_LEAVES, Form, forms_like
 from pipeline.models.arch import Arch
 
 __all__ = ["INDEX", "Checkpoint", "Entry", "Stored", "dequantized", "digest", "pair", "read_json", "read_stored"]
@@ -34,16 +34,24 @@ class Entry:
     """One parameter: its weight and scales, by what follows the module's name."""
 
     name: str
+    """As if it were not quantised: `X.weight`, whatever its codes are called."""
     place: Place
-    format: Format
+    form: Form
+    """How it is stored: its format, and whose layout."""
     shape: tuple[int, ...]
     """Of the weight that is meant, not of its packed bytes."""
     tensors: dict[str, TensorInfo]
+    """The codes first."""
+
+    @property
+    def format(self) -> Format:
+        """Of the weight."""
+        return self.form.item
 
     @property
     def main(self) -> TensorInfo:
-        """The tensor that carries the parameter's own name."""
-        return next(info for info in self.tensors.values() if info.name == self.name)
+        """The tensor that carries the weight or its codes."""
+        return next(iter(self.tensors.values()))
 
     @property
     def quantised(self) -> bool:
@@ -55,9 +63,17 @@ class Entry:
         """Bytes stored, scales included."""
         return sum(info.num_bytes for info in self.tensors.values())
 
-    def load(self) -> dict[str, Array]:
-        """Views of the stored tensors."""
+    def stored(self) -> dict[str, Array]:
+        """Views of the tensors as they are stored."""
         return {suffix: read_tensor(info) for suffix, info in self.tensors.items()}
+
+    def load(self) -> dict[str, Array]:
+        """The format's own tensors, those of `Format.outputs`, whoever wrote the checkpoint: views where nothing needs work.
+
+        Two differences: `input_scale` is missing where the layout has none, `weight_zero_point` is there where codes
+        have one. A parameter that is no weight goes by its own name.
+        """
+        return self.form.load(self.stored(), self.shape)
 
     def dequantized(self) -> Float32:
         """The weight in float32."""
@@ -69,8 +85,8 @@ class Entry:
 
     def _by_role(self) -> dict[str, Array]:
         """As formats name them: a parameter such as `e_score_correction_bias` is a plain weight to them."""
-        stored = self.load()
-        return stored if "weight" in stored else {"weight": next(iter(stored.values()))}
+        tensors = self.load()
+        return tensors if "weight" in tensors else {"weight": next(iter(tensors.values()))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,57 +215,41 @@ def pair(
     tensors: dict[str, TensorInfo], arch: Arch, report: Report = refuse, lost: frozenset[str] = frozenset()
 ) -> Iterator[Entry]:
     """Join each weight with its scales; every tensor must end up in one entry. Weights with `lost` scales are left out."""
-    scales = {name for name in tensors if name.rpartition(".")[2] in SCALE_SUFFIXES}
-    used: set[str] = set()
+    scales: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
-        if name in scales:
-            continue
         module, _, leaf = name.rpartition(".")
-        found = {leaf: info}
-        if leaf == "weight":
-            found |= {s: tensors[f"{module}.{s}"] for s in SCALE_SUFFIXES if f"{module}.{s}" in tensors}
-        used.update(tensor.name for tensor in found.values())
-        if lost and any(f"{module}.{suffix}" in lost for suffix in SCALE_SUFFIXES):
+        if leaf in SCALE_LEAVES:
+            scales.setdefault(module, {})[leaf] = info
+    halved = {name.rpartition(".")[0] for name in lost if name.rpartition(".")[2] in SCALE_LEAVES.union(MAIN_LEAVES)}
+    for name, info in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf in SCALE_LEAVES:
             continue
-        entry = _entry(name, place_of(module, arch), found)
+        found = {leaf: info} | (scales.pop(module, {}) if leaf in MAIN_LEAVES else {})
+        if leaf in MAIN_LEAVES and module in halved:
+            continue
+        entry = _entry(f"{module}.weight" if leaf in MAIN_LEAVES else name, place_of(module, arch), found)
         if isinstance(entry, Entry):
             yield entry
         else:
             report(entry)
-    for name in sorted(scales - used):
-        if name.rpartition(".")[0] + ".weight" not in lost:
+    for module, left in scales.items():
+        for name in sorted(info.name for info in left.values() if module not in halved):
             text = f"{tensors[name].file} holds the scale {name}, but no shard holds its weight."
             report(Problem("orphan scale", name, text))
 
 
 def _entry(name: str, place: Place, tensors: dict[str, TensorInfo]) -> Entry | Problem:
-    """Recognise the format from what is stored; a layout of several formats is that of the first that fits."""
-    main = tensors[name.rpartition(".")[2]]
-    scales = tensors.keys() - {name.rpartition(".")[2]}
-    formats = _formats_by_layout().get((main.dtype, frozenset(scales)), [])
-    if main.dtype in _PLAIN and not scales:
-        formats = [get_format("bf16")]
-    entries = [Entry(name, place, item, _unpacked(main.shape, item), tensors) for item in formats]
+    """Recognise the form from what is stored; where it could be several, it is the first that fits."""
+    main = next(iter(tensors.values()))
+    plain = main.dtype in _PLAIN and len(tensors) == 1
+    forms = [PLAIN] if plain else forms_like(main.dtype, tensors)
+    entries = [Entry(name, place, form, form.shape_of(main.shape), tensors) for form in forms]
     faults = [_scale_fault(entry) for entry in entries]
     for entry, fault in zip(entries, faults, strict=True):
         if fault is None:
             return entry
-    return faults[0] if faults and faults[0] else _unknown_layout(main, sorted(scales))
-
-
-@cache
-def _formats_by_layout() -> dict[tuple[str, frozenset[str]], list[Format]]:
-    """Formats by the weight's type and the names of the scales."""
-    table: dict[tuple[str, frozenset[str]], list[Format]] = {}
-    for item in FORMATS.values():
-        stored = {output.suffix: output.dtype for output in item.outputs("", (128, 128))}
-        table.setdefault((stored.pop("weight"), frozenset(stored)), []).append(item)
-    return table
-
-
-def _unpacked(shape: tuple[int, ...], item: Format) -> tuple[int, ...]:
-    """The shape of the weight that packed bytes stand for."""
-    return (shape[0] * item.packing[0], shape[1] * item.packing[1]) if len(shape) == 2 else shape
+    return faults[0] if faults and faults[0] else _unknown_layout(main, sorted(tensors.keys() - set(MAIN_LEAVES)))
 
 
 def _unknown_layout(main: TensorInfo, scales: list[str]) -> Problem:
@@ -263,16 +263,16 @@ def _unknown_layout(main: TensorInfo, scales: list[str]) -> Problem:
 
 
 def _scale_fault(entry: Entry) -> Problem | None:
-    """The scales must have the shapes that the weight's implies."""
+    """The tensors must have the shapes that the weight's implies."""
     if len(entry.tensors) == 1:
         return None
     try:
-        outputs = entry.format.outputs(entry.place.module, entry.shape)
+        outputs = entry.form.outputs(entry.place.module, entry.shape)
     except ConfigError as error:
         return Problem("shape", entry.name, str(error))
     for output in outputs:
         info = entry.tensors[output.suffix]
-        if (info.dtype, info.shape) != (output.dtype, output.shape):
+        if info.shape != output.shape or info.dtype not in (output.dtype, *entry.form.dtypes(output.suffix)):
             text = (
                 f"{info.file} stores {info.name} as {info.dtype}{list(info.shape)}, but {entry.format.name} weights "
                 f"of shape {list(entry.shape)} need {output.dtype}{list(output.shape)}."

@@ -38,6 +38,7 @@ WEIGHT_FORMATS = (
 )  # fmt: skip
 SCALE_SEARCHES = ("amax", "four_over_six", "mse", "mse_full")
 NVFP4_MODES = ("modelopt", "exact")
+LAYOUTS = ("modelopt", "compressed_tensors", "autoawq", "gptq")
 # Weights near normal (Gauss, t with 5 degrees, Laplace) measure, in dB: NVFP4 20.4 to 20.8, with searched scales 21.2 to 21.8,
 # FP8 and MXFP8 31.5, MXFP4 17.6 to 18.5, INT4 15.3 to 18.6; a public NVFP4 export of real weights 19.4; a global scale that
 # is off by 1.25x leaves 11.5. Alarms lie just below what is normal, limits between that and what a fault leaves.
@@ -73,9 +74,7 @@ class HwConfig:
     """CUDA compute capability x10 (90 = Hopper, 100/103/120 = Blackwell); null for a CPU."""
     num_devices: int = limited(1, least=1, most=1024)
     """GPUs a node, as the scheduler sees them."""
-    num_nodes: int = 1
-    """Nodes that one instance may span over the network; inside an NVLink domain it spans them anyway."""
-    num_nodes: int = 1
+    num_nodes: int = limited(1, least=1, most=1024)
     """Nodes that one instance may span over the network; inside an NVLink domain it spans them anyway."""
     nvlink_domain: int = limited(1, least=1, most=1024)
     """GPUs that reach one another over NVLink."""
@@ -136,6 +135,9 @@ class QuantConfig:
     (all 126 codes) take the scale of least squared error."""
     nvfp4_mode: str = limited("modelopt", one_of=NVFP4_MODES)
     """modelopt: weights are rounded to BF16 before they are quantised, as ModelOpt does; exact: they are not."""
+    layout: str = limited("modelopt", one_of=LAYOUTS)
+    """How quantised weights are named and packed on disk: modelopt (TensorRT-LLM, vLLM, SGLang), compressed_tensors (vLLM),
+    autoawq or gptq (INT4 only)."""
     source: list[str] = field(default_factory=list)
 
 

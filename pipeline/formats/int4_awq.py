@@ -4,6 +4,8 @@
 `weight_scale` F32 [N, K/128] = group amax / 7, 1 for a group of zeros. `pre_quant_scale` BF16 [K] is what AWQ found
 to multiply the activations with; without calibration it is 1, and stored all the same, because loaders ask for it.
 The weight that is meant is int4 * weight_scale * pre_quant_scale.
+
+Other tools' weights may come with `weight_zero_point` I8 [N, K/128], which is subtracted from the code; none is written.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from pipeline.core.errors import ConfigError
 from pipeline.formats.base import Output, dequantized_amax, require_matrix
 from pipeline.formats.numerics import BF16, E4M3_MAX, Array, Float32, row_strips
 
-__all__ = ["INT4_AWQ", "Int4Awq"]
+__all__ = ["INT4_AWQ", "Int4Awq", "ones"]
 
 GROUP = 128
 INT4_MAX = np.float32(7)
 _SIGNED = np.array([*range(8), *range(-8, 0)], np.float32)
+_ROUNDINGS = {"BF16": BF16, "F16": np.dtype(np.float16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,12 @@ class Int4Awq:
     tensor_scale: bool = False
     """With it (W4A8_AWQ) `weight_scale_2` and `input_scale` are stored too."""
     packing: tuple[int, int] = (2, 1)
+    scale_rounding: tuple[str, ...] = ()
+    """Types to which scales are rounded, one after the other, before codes are computed; they are stored as F32 here."""
 
     def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
         """Packed codes, group scales, the activations' factors, and for FP8 activations the two scalars."""
-        n, k = require_matrix(module, shape, GROUP, self.quant_algo)
+        n, k = require_matrix(module, shape, self.group_size, self.quant_algo)
         if n % 2:
             raise ConfigError(
                 f"{module}.weight has {n} rows, but {self.quant_algo} packs them two by two: keep this module class in "
@@ -46,7 +51,7 @@ class Int4Awq:
             )
         tensors = (
             Output("weight", "U8", (n // 2, k)),
-            Output("weight_scale", "F32", (n, k // GROUP)),
+            Output("weight_scale", "F32", (n, k // self.group_size)),
             Output("pre_quant_scale", "BF16", (k,)),
         )
         scalars = (Output("weight_scale_2", "F32", ()), Output("input_scale", "F32", ()))
@@ -55,41 +60,50 @@ class Int4Awq:
     def quantize(self, weight: Array, *, amax: float, input_scale: float) -> dict[str, Array]:
         """Each group by its own amax / 7, nearest integer, ties to even."""
         n, k = weight.shape
-        packed, scales = np.empty((n // 2, k), np.uint8), np.empty((n, k // GROUP), np.float32)
+        packed, scales = np.empty((n // 2, k), np.uint8), np.empty((n, k // self.group_size), np.float32)
         for rows in row_strips((n, k), 2):
-            codes, scales[rows] = _quantize_strip(weight[rows].astype(np.float32))
+            codes, scales[rows] = self._quantize_strip(weight[rows].astype(np.float32))
             packed[rows.start // 2 : rows.stop // 2] = codes[0::2] | (codes[1::2] << 4)
-        stored = {"weight": packed, "weight_scale": scales, "pre_quant_scale": np.ones(k, BF16)}
+        stored = {"weight": packed, "weight_scale": scales, "pre_quant_scale": ones((n, k))}
         return stored | (_scalars(amax, input_scale) if self.tensor_scale else {})
 
     def dequantize(self, tensors: Mapping[str, Array]) -> Float32:
-        """int4 * weight_scale * pre_quant_scale"""
-        packed, scales = tensors["weight"], tensors["weight_scale"]
+        """(int4 - weight_zero_point) * weight_scale * pre_quant_scale"""
+        packed, scales, zeros = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
         factors = tensors["pre_quant_scale"].astype(np.float32)
         out = np.empty((scales.shape[0], packed.shape[1]), np.float32)
         for rows in row_strips(out.shape, 2):
             half = packed[rows.start // 2 : rows.stop // 2]
             out[rows][0::2], out[rows][1::2] = _SIGNED[half & 15], _SIGNED[half >> 4]
-            out[rows] *= np.repeat(scales[rows], GROUP, axis=1)
+            if zeros is not None:
+                out[rows] -= np.repeat(zeros[rows].astype(np.float32), self.group_size, axis=1)
+            out[rows] *= np.repeat(scales[rows], self.group_size, axis=1)
             out[rows] *= factors
         return out
 
     def limit(self, tensors: Mapping[str, Array]) -> float:
-        """7 times the largest scale."""
-        return float(INT4_MAX * tensors["weight_scale"].max() * tensors["pre_quant_scale"].astype(np.float32).max())
+        """7 times the largest scale; 15 times it with zero points."""
+        top = INT4_MAX if "weight_zero_point" not in tensors else np.float32(15)
+        return float(top * tensors["weight_scale"].max() * tensors["pre_quant_scale"].astype(np.float32).max())
 
     def amax(self, tensors: Mapping[str, Array]) -> float:
         """Largest dequantised magnitude, in BF16."""
         return dequantized_amax(self, tensors)
 
+    def _quantize_strip(self, values: Float32) -> tuple[Array, Array]:
+        """[n, K] -> nibbles [n, K], group scales [n, K/128]"""
+        groups = values.reshape(values.shape[0], -1, self.group_size)
+        scales = np.abs(groups).max(axis=-1) / INT4_MAX
+        for name in self.scale_rounding:
+            scales = scales.astype(_ROUNDINGS[name]).astype(np.float32)
+        scales[scales == 0] = 1
+        codes = np.clip(np.rint(groups / scales[..., None]), -8, 7).astype(np.int8)
+        return codes.reshape(values.shape).view(np.uint8) & 15, scales
 
-def _quantize_strip(values: Float32) -> tuple[Array, Array]:
-    """[n, K] -> nibbles [n, K], group scales [n, K/128]"""
-    groups = values.reshape(values.shape[0], -1, GROUP)
-    scales = np.abs(groups).max(axis=-1) / INT4_MAX
-    scales[scales == 0] = 1
-    codes = np.clip(np.rint(groups / scales[..., None]), -8, 7).astype(np.int8)
-    return codes.reshape(values.shape).view(np.uint8) & 15, scales
+
+def ones(shape: tuple[int, ...]) -> Array:
+    """The pre_quant_scale that changes nothing, for a weight [N, K]."""
+    return np.ones(shape[1], BF16)
 
 
 def _scalars(amax: float, input_scale: float) -> dict[str, Array]:

@@ -41,6 +41,7 @@ def make_plan(config: Config, hf: dict[str, Any]) -> Plan:
         "input_scale": config.quant.input_scale,
         "nvfp4_scale_search": config.quant.nvfp4_scale_search,
         "nvfp4_mode": config.quant.nvfp4_mode,
+        "layout": config.quant.layout,
     }
     report = {**_subject(case), **planned.report, "deploy": planned.deploy}
     return Plan(precision, planned.deploy, report)

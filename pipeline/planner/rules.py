@@ -80,6 +80,16 @@ def _format(case: Case, _: Choice | None) -> str | None:
     )
 
 
+def _layout(case: Case, _: Choice | None) -> str | None:
+    layout = case.config.quant.layout
+    if layout == "modelopt":
+        return None
+    return (
+        f"TensorRT-LLM's DeepSeek loader takes ModelOpt's layout, not quant.layout={layout}: set quant.layout=modelopt, or "
+        f"convert for another runtime with engine=torch."
+    )
+
+
 def _experts(case: Case, _: Choice | None) -> str | None:
     fmt, sm = case.expert_format, case.hw.sm
     if case.family == "none" or fmt not in case.hw.weight_formats:
@@ -334,6 +344,7 @@ REQUEST = (
     Rule("version", _version, "pipeline/engines/trtllm/versions"),
     Rule("sm", _sm, f"{ISSUES} 18039; examples/models/core/deepseek_v3/README.md"),
     Rule("format", _format, f"{ISSUES} 2869 (FP4 before Blackwell)"),
+    Rule("layout", _layout, "modeling_deepseekv3.py and fused_moe/quantization.py: weight, weight_scale, weight_scale_2"),
     Rule("experts", _experts, "fused_moe_cutlass.py _QUANT_SUPPORT_TABLE, fused_moe_trtllm_gen.py"),
     Rule("experts_only", _experts_only, "linear.py get_quant_method: no W4A16_MXFP4"),
     Rule("columns", _columns, "formats that scale groups along K"),
@@ -352,7 +363,7 @@ RESULT = (
     Rule("room", _room, "ai-dynamo/aiconfigurator issue 652: a batch above the cache queues silently"),
 )
 WARNINGS = (
-    Rule("mixed", _warn_mixed, "pipeline/checkpoint/quant_config.py: MIXED_PRECISION"),
+    Rule("mixed", _warn_mixed, "pipeline/layouts/modelopt.py: MIXED_PRECISION"),
     Rule("cut", _warn_cut, "pipeline/planner/case.py"),
     Rule("multi_node", _warn_multi_node, "triton-inference-server/tensorrtllm_backend pull request 772"),
     Rule("idle", _warn_idle, f"{ISSUES} 3486: concurrency spreads over the ranks"),

@@ -49,7 +49,7 @@ STAGE = Stage(
     version=1,
     needs=(Need(stage="plan", path="precision.json"),),
     reads_checkpoint="all",
-    code=("pipeline/stages/convert.py", "pipeline/checkpoint", "pipeline/formats", "pipeline/models/arch.py"),
+    code=("pipeline/stages/convert.py", "pipeline/checkpoint", "pipeline/formats", "pipeline/layouts", "pipeline/models/arch.py"),
     toolchain=toolchain,
     run="pipeline.stages.convert:run",
     resumable=True,
@@ -65,22 +65,28 @@ class Converter:
 
     def convert(self, step: Step) -> dict[str, Array]:
         """The parameter's new tensors, by full name."""
-        from pipeline.formats.numerics import BF16
-
         entry, amax = step.entry, self.amax(step.entry)
         if step.copies:
-            return {info.name: array for info, array in zip(entry.tensors.values(), entry.load().values(), strict=True)}
+            return {info.name: array for info, array in zip(entry.tensors.values(), entry.stored().values(), strict=True)}
         if len(step.outputs) == 1 and step.outputs[0][1] == "F32":
             return {entry.name: entry.dequantized()}
-        recipe, weight = self.plan.recipe, entry.dequantized()
+        tensors = self.plan.recipe.relaid(entry) if step.relays else self.quantise(step, amax)
+        stored = step.form.store(tensors, entry.shape)
+        return {f"{entry.place.module}.{suffix}": array for suffix, array in stored.items()}
+
+    def quantise(self, step: Step, amax: float) -> dict[str, Array]:
+        """The target format's own tensors."""
+        from pipeline.formats.numerics import BF16
+
+        recipe, entry = self.plan.recipe, step.entry
+        weight = entry.dequantized()
         if recipe.exact(step.target):
             amax = self.exact_amax(entry, weight)
         else:
             weight = weight.astype(BF16)
         if step.fused:
             amax = max(amax, self.fused_amax(step))
-        stored = recipe.searching(step.target).quantize(weight, amax=amax, input_scale=recipe.input_scale)
-        return {f"{entry.place.module}.{suffix}": array for suffix, array in stored.items()}
+        return recipe.searching(step.target).quantize(weight, amax=amax, input_scale=recipe.input_scale)
 
     def fused_amax(self, step: Step) -> float:
         """That of the layer whose tensor-wide scale must be the same."""
@@ -191,7 +197,6 @@ def _convert_into(write: Any, converter: Converter, step: Step) -> int:
 def describe(ctx: StageContext, plan: ConversionPlan) -> None:
     """Index, configurations and companions, all from the headers on disk; then open the result as a reader would."""
     from pipeline.checkpoint.digest import companions
-    from pipeline.checkpoint.quant_config import quantization_tables
     from pipeline.checkpoint.reader import read_header
     from pipeline.checkpoint.source import INDEX, Checkpoint, pair
     from pipeline.core.jsonio import write_json
@@ -203,7 +208,7 @@ def describe(ctx: StageContext, plan: ConversionPlan) -> None:
     total = sum(info.num_bytes for info in tensors.values())
     weight_map = {name: info.file.name for name, info in tensors.items()}
     write_json(ctx.out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    inline, modelopt = quantization_tables(pair(tensors, source.arch), plan.recipe.kv_cache)
+    inline, modelopt = plan.recipe.tables(pair(tensors, source.arch))
     config = {name: value for name, value in source.config.items() if name != "quantization_config"}
     write_json(ctx.out / "config.json", config | ({"quantization_config": inline} if inline else {}))
     if modelopt:

@@ -335,7 +335,7 @@ class TestDigest:
 
 
 def test_neither_package_imports_torch() -> None:
-    modules = ("checkpoint", "formats", "checkpoint.recipe", "checkpoint.quant_config", "verify.weights", "stages")
+    modules = ("checkpoint", "formats", "checkpoint.recipe", "layouts", "verify.weights", "stages")
     code = f"import sys, {', '.join('pipeline.' + name for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pipeline.checkpoint import Checkpoint
-from pipeline.checkpoint.quant_config import exclude_patterns
+from pipeline.layouts.patterns import exclude_patterns
 from pipeline.checkpoint.reader import read_tensor
 from pipeline.core.errors import ConfigError, StageError
 from pipeline.formats import FORMATS

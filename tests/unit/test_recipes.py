@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.checkpoint import Checkpoint, dequantized
-from pipeline.checkpoint.quant_config import AWQ_FIELDS
+from pipeline.layouts.modelopt import AWQ_FIELDS
 from pipeline.config.load import load
 from pipeline.config.schema import MIN_SQNR_DB, NVFP4_MODES, SCALE_SEARCHES, WEIGHT_FORMATS, QuantConfig
 from pipeline.core.errors import ConfigError
