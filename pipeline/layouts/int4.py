@@ -39,7 +39,7 @@ def packed_of(codes: Array) -> Array:
 def words(codes: Array, order: Sequence[int] = IN_ORDER) -> Array:
     """Codes [R, C] -> I32 [R, C/8]; the i-th lowest nibble of a word is the order[i]-th of its eight codes."""
     eights = codes.reshape(codes.shape[0], -1, 8)[:, :, list(order)]
-    return (eights[..., 0::2] | (eights[..., 1::2] << 4)).view("<i4")[..., 0]
+    return np.ascontiguousarray(eights[..., 0::2] | (eights[..., 1::2] << 4)).view("<i4")[..., 0]
 
 
 def unwords(packed: Array, order: Sequence[int] = IN_ORDER) -> Array:
