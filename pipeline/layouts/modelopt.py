@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from pipeline.formats import FORMATS, Format
 from pipeline.formats.int4_awq import ones
 from pipeline.layouts.base import Field, Form, Shape, Table, Written
@@ -43,13 +41,19 @@ def _pb_wo() -> Form:
     return Form(layout="modelopt", item=FORMATS["fp8_block"], fields=(weight, scale), written=False)
 
 
+def _fp8_weight_only() -> Form:
+    """FP8 without an activation scale: also what FP8_2D_BLOCKWISE_WEIGHT_ONLY makes of matrices that its blocks do not fill."""
+    weight = Field(name="weight", role="weight", dtypes=("F8_E4M3",), shape=_as_stored)
+    scale = Field(name="weight_scale", role="weight_scale", dtypes=("F32",), shape=lambda shape: ())
+    return Form(layout="modelopt", item=FORMATS["fp8"], fields=(weight, scale), written=False)
+
+
 def _fused_awq() -> Form:
     """AWQ whose factors went into the norm before the layer, so that none are stored."""
     fields = (
         Field(name="weight", role="weight", dtypes=("U8",), shape=lambda shape: (shape[0] // 2, shape[1])),
-        Field(name="weight_scale", role="weight_scale", dtypes=("F32",), shape=lambda shape: (shape[0], shape[1] // 128),
-              load=lambda array: array.astype(np.float32, copy=False)),
-    )  # fmt: skip
+        Field(name="weight_scale", role="weight_scale", dtypes=("F32",), shape=lambda shape: (shape[0], shape[1] // 128)),
+    )
     return Form(layout="modelopt", item=FORMATS["int4_awq"], fields=fields, implied={"pre_quant_scale": ones}, written=False)
 
 
@@ -59,7 +63,9 @@ class ModelOpt:
 
     name: str = "modelopt"
     reader: str = "TensorRT-LLM, vLLM and SGLang"
-    forms: tuple[Form, ...] = (*(Form(layout="modelopt", item=item) for item in FORMATS.values()), _pb_wo(), _fused_awq())
+    forms: tuple[Form, ...] = (
+        *(Form(layout="modelopt", item=item) for item in FORMATS.values()), _pb_wo(), _fp8_weight_only(), _fused_awq(),
+    )  # fmt: skip
     scale_rounding: tuple[str, ...] = ()
 
     def tables(self, written: Iterable[Written], kv_cache: str) -> tuple[Table | None, Table | None]:
