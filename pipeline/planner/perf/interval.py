@@ -1,0 +1,56 @@
+"""How far off a prediction may be: 80 % intervals from what cross-validation showed.
+
+The log of measured over predicted TPOT is taken as normal. Its variance adds up: `base` for configurations that were left
+out (`drafts` more with MTP, whose acceptance varies), `hw` where the chip and precision were never measured, `engine`
+where the engine line was not, and `outside` per e-fold beyond the range of the measured batch, lengths and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.planner.perf.calibration import Calibration
+from pipeline.planner.perf.case import PerfCase
+from pipeline.planner.perf.work import Array
+
+__all__ = ["Z80", "deviation", "unfamiliar"]
+
+Z80 = 1.2816
+"""Standard deviations that hold 80 % of a normal distribution."""
+
+
+def unfamiliar(calibration: Calibration, cases: Sequence[PerfCase]) -> dict[str, Array]:
+    """What of each case the calibration has not seen; zeros where everything is familiar."""
+    table = [
+        (
+            case.mtp > 0,
+            not calibration.knows(case, "hw/precision"),
+            not calibration.knows(case, "engine"),
+            _outside(calibration, case),
+        )
+        for case in cases
+    ]
+    columns = np.array(table, dtype=np.float64).reshape(len(cases), 4).T
+    return dict(zip(("drafts", "hw", "engine", "outside"), columns, strict=True))
+
+
+def _outside(calibration: Calibration, case: PerfCase) -> float:
+    """e-folds beyond the measured range, over all inputs."""
+    batch = case.concurrency / (case.tp if case.attention_dp else 1)
+    values = {"batch": batch, "tp": case.tp, "isl": case.isl, "osl": case.osl}
+    total = 0.0
+    for name, value in values.items():
+        low, high = calibration.ranges[name]
+        total += max(np.log(low / value), np.log(value / high), 0.0)
+    return total
+
+
+def deviation(calibration: Calibration, cases: Sequence[PerfCase]) -> Array:
+    """Standard deviation of log TPOT of every case."""
+    spread = calibration.spread
+    variance = np.full(len(cases), spread["base"] ** 2)
+    for name, amount in unfamiliar(calibration, cases).items():
+        variance += (spread[name] * amount) ** 2
+    return np.sqrt(variance)

@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""Fit the planner's speed model to measured points, and say how well it does on what it has not seen.
+
+    python scripts/calibrate_planner.py --points FILE [--write] [--json OUT] [--quick]
+
+Errors are |predicted / measured - 1| of TPOT. Cross-validation leaves out whole configurations (hardware, precision,
+parallelism, lengths, MTP, engine): their points at other concurrencies are left out with them. Three more leave out all
+of one hardware x precision, one pair of lengths, one engine line. `--write` replaces pipeline/planner/perf/calibration/
+deepseek_r1.yaml, whose spreads come from these residuals: their 80 % quantiles. The coverage that is printed is nested:
+each configuration is covered or not by an interval whose width the other configurations set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pipeline.planner.perf.calibration import Calibration, level_of  # noqa: E402
+from pipeline.planner.perf.fit import cross_validate, fit, residuals  # noqa: E402
+from pipeline.planner.perf.interval import Z80  # noqa: E402
+from pipeline.planner.perf.points import Point, read_points  # noqa: E402
+from pipeline.planner.perf.work import Array  # noqa: E402
+
+TARGET = ROOT / "pipeline" / "planner" / "perf" / "calibration" / "deepseek_r1.yaml"
+FOLDS, SEEDS = 10, 3
+HEADER = """\
+# Calibrated by scripts/calibrate_planner.py; do not edit by hand. What the names mean: pipeline/planner/perf/step.py.
+"""
+
+
+def chip(point: Point) -> str:
+    """Hardware and precision."""
+    assert point.case
+    return level_of(point.case, "hw/precision")
+
+
+def lengths(point: Point) -> str:
+    """Nominal lengths."""
+    return f"{point.row['isl']}/{point.row['osl']}"
+
+
+def engine(point: Point) -> str:
+    """Engine line."""
+    assert point.case
+    return point.case.engine
+
+
+def main() -> int:
+    """Fit, cross-validate, report, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", type=Path, required=True)
+    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--write", action="store_true", help=f"replace {TARGET.relative_to(ROOT)}")
+    parser.add_argument("--quick", action="store_true", help="one shuffle of the folds instead of three")
+    options = parser.parse_args()
+    began = time.process_time()
+    points = [point for point in read_points(options.points, ROOT / "conf") if point.case]
+    report, calibration = run(points, 1 if options.quick else SEEDS)
+    report["cpu_seconds"] = round(time.process_time() - began, 1)
+    print(json.dumps(report, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.write:
+        write(calibration, points)
+    return 0
+
+
+def run(points: list[Point], seeds: int) -> tuple[dict[str, Any], Calibration]:
+    """The report and the calibration with its spreads."""
+    calibration = fit(points)
+    seen = [not point.derived for point in points]
+    by_seed = [cross_validate(points, lambda point: point.key, FOLDS, seed) for seed in range(seeds)]
+    unseen = {name: cross_validate(points, key, None) for name, key in (("hw", chip), ("lengths", lengths), ("engine", engine))}
+    calibration = replace(calibration, spread=spreads(points, by_seed[0], unseen))
+    report: dict[str, Any] = {
+        "points": int(sum(seen)),
+        "points_calibrated_on": len(points),
+        "configurations": len({point.key for point in points if not point.derived}),
+        "parameters": {"shared": len(calibration.coefficients), "effects": len(calibration.effects)},
+        "in_sample": summary(residuals(calibration, points)[seen]),
+        "by_configuration": [summary(left[seen]) for left in by_seed],
+        "by_configuration_per_chip": per(points, by_seed[0], chip),
+        "by_configuration_mtp": {name: summary(by_seed[0][mask]) for name, mask in mtp_masks(points).items()},
+        "left_out_chip": per(points, unseen["hw"], chip),
+        "left_out_lengths": per(points, unseen["lengths"], lengths),
+        "left_out_engine": per(points, unseen["engine"], engine),
+        "coverage_80": {name or "all": coverage(points, by_seed[0], name) for name in [None, *chips(points)]},
+        "spread": calibration.spread,
+    }
+    return report, calibration
+
+
+def summary(log: Array) -> dict[str, float]:
+    """Errors of log residuals."""
+    log = log[~np.isnan(log)]
+    error = np.abs(np.expm1(-log))
+    return {
+        "n": len(log),
+        "median_abs_error": round(float(np.median(error)), 4),
+        "p90_abs_error": round(float(np.quantile(error, 0.9)), 4),
+        "mean_abs_error": round(float(error.mean()), 4),
+        "median_bias": round(float(np.median(np.expm1(-log))), 4),
+    }
+
+
+def per(points: list[Point], log: Array, key: Callable[[Point], Hashable]) -> dict[str, dict[str, float]]:
+    """A summary for every value of a key."""
+    keys = [None if point.derived else key(point) for point in points]
+    return {str(name): summary(log[[item == name for item in keys]]) for name in sorted({item for item in keys if item}, key=str)}
+
+
+def chips(points: list[Point]) -> list[str]:
+    """Every hardware x precision with enough points to speak of coverage."""
+    names = [chip(point) for point in points if not point.derived]
+    return sorted(name for name in set(names) if names.count(name) >= 20)
+
+
+def mtp_masks(points: list[Point]) -> dict[str, Array]:
+    """Scored points without and with MTP."""
+    drafts = np.array([bool(point.case and point.case.mtp) for point in points])
+    scored = np.array([not point.derived for point in points])
+    return {"off": scored & ~drafts, "on": scored & drafts}
+
+
+def width(log: Array) -> float:
+    """The standard deviation whose 80 % interval holds 80 % of the residuals."""
+    log = log[~np.isnan(log)]
+    return float(np.quantile(np.abs(log), 0.8)) / Z80
+
+
+def spreads(points: list[Point], left: Array, unseen: dict[str, Array]) -> dict[str, float]:
+    """Variance components of log TPOT, as `pipeline.planner.perf.interval` adds them."""
+    masks = mtp_masks(points)
+    base = width(left[masks["off"]])
+    rest = {
+        "drafts": width(left[masks["on"]]) ** 2 - base**2,
+        "hw": width(unseen["hw"]) ** 2 - width(left) ** 2,
+        "engine": width(unseen["engine"]) ** 2 - width(left) ** 2,
+        "outside": (width(unseen["lengths"]) ** 2 - width(left) ** 2) / np.log(8) ** 2,
+    }
+    return {"base": round(base, 4), **{name: round(float(np.sqrt(max(value, 0.02**2))), 4) for name, value in rest.items()}}
+
+
+def coverage(points: list[Point], left: Array, only: str | None = None) -> float:
+    """Share of left-out points inside intervals whose width all other configurations set."""
+    masks = mtp_masks(points)
+    keys = np.array([hash(point.key) for point in points])
+    inside = []
+    for mask in masks.values():
+        for i in np.flatnonzero(mask & ~np.isnan(left)):
+            if only and chip(points[i]) != only:
+                continue
+            inside.append(abs(left[i]) <= Z80 * width(left[mask & (keys != keys[i])]))
+    return round(float(np.mean(inside)), 3)
+
+
+def write(calibration: Calibration, points: list[Point]) -> None:
+    """The YAML that the product ships."""
+    table = {
+        "title": "DeepSeek-R1 under TensorRT-LLM",
+        "source": sources(points),
+        "coefficients": {name: round(value, 5) for name, value in calibration.coefficients.items()},
+        "effects": [
+            {"quantity": item.quantity, "scope": item.scope, "level": item.level, "log": round(item.log, 4)}
+            for item in calibration.effects
+        ],
+        "spread": dict(calibration.spread),
+        "ranges": {name: [round(low, 3), round(high, 3)] for name, (low, high) in calibration.ranges.items()},
+    }
+    TARGET.write_text(HEADER + yaml.safe_dump(table, sort_keys=False, width=130), encoding="utf-8")
+
+
+def sources(points: list[Point]) -> list[str]:
+    """Where the points come from, with how many from each."""
+    names = [str(point.row["source"]).split(" (")[0].split("/results/")[0].split("#")[0] for point in points]
+    return [f"{name}: {names.count(name)} points" for name in sorted(set(names))]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
