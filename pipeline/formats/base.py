@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.core.errors import ConfigError
 from pipeline.formats.numerics import BF16, Array, Float32, row_strips
 
-__all__ = ["Format", "Output", "amax_of", "dequantized_amax", "require_matrix"]
+__all__ = ["Format", "Output", "amax_of", "dequantized_amax", "require_matrix", "tensor_scale"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,12 @@ def require_matrix(module: str, shape: tuple[int, ...], multiple: int, name: str
             f"of {multiple}: keep this module class in another format."
         )
     return shape[0], shape[1]
+
+
+def tensor_scale(amax: float, largest: float) -> np.float32:
+    """The scale that takes `amax` to `largest`; 1 for a tensor of zeros."""
+    scale = np.float32(amax) / np.float32(largest)
+    return scale if scale > 0 else np.float32(1)
 
 
 def amax_of(weight: Array) -> float:

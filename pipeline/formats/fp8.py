@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.formats.base import Output, require_matrix
+from pipeline.formats.base import Output, require_matrix, tensor_scale
 from pipeline.formats.numerics import BF16, E4M3, E4M3_MAX, Array, Float32, decode_e4m3, encode_e4m3, row_strips
 
 __all__ = ["FP8", "Fp8"]
@@ -35,8 +35,7 @@ class Fp8:
 
     def quantize(self, weight: Array, *, amax: float, input_scale: float) -> dict[str, Array]:
         """By amax / 448; a zero tensor has scale 1."""
-        scale = np.float32(amax) / E4M3_MAX
-        scale = scale if scale > 0 else np.float32(1)
+        scale = tensor_scale(amax, E4M3_MAX)
         codes = np.empty(weight.shape, E4M3)
         for rows in row_strips(weight.shape):
             codes[rows] = encode_e4m3(weight[rows].astype(np.float32) / scale)

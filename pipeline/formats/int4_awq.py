@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.core.errors import ConfigError
-from pipeline.formats.base import Output, dequantized_amax, require_matrix
+from pipeline.formats.base import Output, dequantized_amax, require_matrix, tensor_scale
 from pipeline.formats.numerics import BF16, E4M3_MAX, Array, Float32, row_strips
 
 __all__ = ["INT4_AWQ", "Int4Awq", "ones"]
@@ -65,7 +65,7 @@ class Int4Awq:
             codes, scales[rows] = self._quantize_strip(weight[rows].astype(np.float32))
             packed[rows.start // 2 : rows.stop // 2] = codes[0::2] | (codes[1::2] << 4)
         stored = {"weight": packed, "weight_scale": scales, "pre_quant_scale": ones((n, k))}
-        return stored | (_scalars(amax, input_scale) if self.tensor_scale else {})
+        return stored | (scalars(amax, input_scale) if self.tensor_scale else {})
 
     def dequantize(self, tensors: Mapping[str, Array]) -> Float32:
         """(int4 - weight_zero_point) * weight_scale * pre_quant_scale"""
@@ -83,7 +83,8 @@ class Int4Awq:
 
     def limit(self, tensors: Mapping[str, Array]) -> float:
         """7 times the largest scale; 15 times it with zero points."""
-        top = INT4_MAX if "weight_zero_point" not in tensors else np.float32(15)
+        zeros = tensors.get("weight_zero_point")
+        top = np.float32(15) if zeros is not None and zeros.any() else INT4_MAX
         return float(top * tensors["weight_scale"].max() * tensors["pre_quant_scale"].astype(np.float32).max())
 
     def amax(self, tensors: Mapping[str, Array]) -> float:
@@ -106,11 +107,9 @@ def ones(shape: tuple[int, ...]) -> Array:
     return np.ones(shape[1], BF16)
 
 
-def _scalars(amax: float, input_scale: float) -> dict[str, Array]:
+def scalars(amax: float, input_scale: float) -> dict[str, Array]:
     """Kernels turn weights into FP8 by weight_scale / weight_scale_2, so the largest must land on 448."""
-    scale_2 = np.float32(amax) / E4M3_MAX
-    scale_2 = scale_2 if scale_2 > 0 else np.float32(1)
-    return {"weight_scale_2": np.array(scale_2), "input_scale": np.array(input_scale, np.float32)}
+    return {"weight_scale_2": np.array(tensor_scale(amax, E4M3_MAX)), "input_scale": np.array(input_scale, np.float32)}
 
 
 INT4_AWQ = Int4Awq()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.formats.base import Output, dequantized_amax, require_matrix
+from pipeline.formats.base import Output, dequantized_amax, require_matrix, tensor_scale
 from pipeline.formats.numerics import (
     E4M3,
     Array,
@@ -66,9 +66,7 @@ class Nvfp4:
 
     def quantize(self, weight: Array, *, amax: float, input_scale: float) -> dict[str, Array]:
         """Strip by strip; see the module for the arithmetic."""
-        n, k = weight.shape
-        scale_2 = np.float32(amax) / np.float32(self.largest * 4 / 7 if self.search == "four_over_six" else self.largest)
-        scale_2 = scale_2 if scale_2 > 0 else np.float32(1)
+        (n, k), scale_2 = weight.shape, self.scale_2(amax)
         codes, scales = np.empty((n, k // 2), np.uint8), np.empty((n, k // self.group_size), E4M3)
         for rows in row_strips((n, k)):
             blocks = weight[rows].astype(np.float32).reshape(-1, k // self.group_size, self.group_size)
@@ -76,6 +74,10 @@ class Nvfp4:
             codes[rows] = _pack(encode_e2m1(blocks / (decode_e4m3(scales[rows]) * scale_2)[..., None]).reshape(-1, k))
         stored = {"weight": codes, "weight_scale": scales, "weight_scale_2": np.array(scale_2)}
         return stored | ({"input_scale": np.array(input_scale, np.float32)} if self.static_input else {})
+
+    def scale_2(self, amax: float) -> np.float32:
+        """weight_scale_2; four_over_six leaves room for block scales of amax / 4."""
+        return tensor_scale(amax, self.largest * 4 / 7 if self.search == "four_over_six" else self.largest)
 
     def dequantize(self, tensors: Mapping[str, Array]) -> Float32:
         """e2m1 * (weight_scale * weight_scale_2)"""

@@ -27,7 +27,7 @@ from pipeline.formats.numerics import (
     encode_e4m3,
 )
 
-__all__ = ["SEARCHES", "amax_scales", "best_scales"]
+__all__ = ["REACH", "SEARCHES", "amax_scales", "best_scales", "last_code", "unit_scale"]
 
 Codes = NDArray[np.uint8]
 
@@ -49,10 +49,20 @@ def best_scales(search: str, blocks: Float32, scale_2: np.float32, amax: np.floa
     tops = size.max(axis=-1)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if search == "four_over_six":
-            codes = _four_over_six(size, tops, scale_2, amax, np.float32(largest * 4 / 7 / 6))
+            codes = _four_over_six(size, tops, scale_2, amax, unit_scale(largest))
         else:
-            codes = _least_error(size, amax_scales(tops, scale_2), scale_2, REACH[search], largest / 6)
+            codes = _least_error(size, amax_scales(tops, scale_2), scale_2, REACH[search], last_code(largest))
     return codes.reshape(blocks.shape[:-1])
+
+
+def unit_scale(largest: float) -> np.float32:
+    """The block scale that four_over_six gives to amax / 6."""
+    return np.float32(largest * 4 / 7 / 6)
+
+
+def last_code(largest: float) -> int:
+    """The largest E4M3 code that a search may choose."""
+    return int(np.searchsorted(_VALUES, largest / 6, side="right")) - 1
 
 
 def _four_over_six(size: Float32, tops: Float32, scale_2: np.float32, amax: np.float32, unit: np.float32) -> Codes:
@@ -62,10 +72,10 @@ def _four_over_six(size: Float32, tops: Float32, scale_2: np.float32, amax: np.f
     return np.where(tops > 0, np.where(better, four, six), _code(np.ones(1, np.float32)))
 
 
-def _least_error(size: Float32, start: Codes, scale_2: np.float32, reach: int, ceiling: float) -> Codes:
+def _least_error(size: Float32, start: Codes, scale_2: np.float32, reach: int, last: int) -> Codes:
     """Try every code for the blocks that it may serve: near enough, not all zeros, and not clipped beyond the best."""
     best, codes, tops = _errors(size, _VALUES[start], scale_2), start.copy(), size.max(axis=-1) / scale_2
-    for code in range(1, int(np.searchsorted(_VALUES, ceiling, side="right"))):
+    for code in range(1, last + 1):
         scale = _VALUES[code]
         served = (np.abs(start.astype(np.int16) - code) <= reach) & (scale < 4 * tops)
         served &= np.square(np.maximum(tops - E2M1_MAX * scale, 0)) < best

@@ -1,0 +1,4 @@
+#include "simd_scalar.h"
+#include "level.h"
+
+const native::Kernels native::scalar_kernels = NATIVE_KERNELS("scalar");

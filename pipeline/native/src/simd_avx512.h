@@ -1,0 +1,71 @@
+// AVX-512 with VBMI: vpermi2b looks 64 codes up in a map of 128 bytes, and ignores their sign bit.
+#pragma once
+
+#include <immintrin.h>
+
+#include "maps.h"
+
+namespace {
+
+using Levels = Map;
+
+inline void make_levels(const CodeValues& v, const Thresholds& t, Zero zero, Levels& levels) {
+    make_level_map(v, t, zero, levels);
+}
+
+inline void tops16(const uint8_t* codes, uint8_t* tops) {
+    const __m512i mask = _mm512_set1_epi8(0x7f);
+    const __m512i a = _mm512_and_si512(_mm512_loadu_si512(codes), mask);
+    const __m512i b = _mm512_and_si512(_mm512_loadu_si512(codes + 64), mask);
+    // In each 128-bit lane: bytes alternate between a's group and b's; then fold the lane onto its first two bytes.
+    __m512i t = _mm512_max_epu8(_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b));
+    t = _mm512_max_epu8(t, _mm512_bsrli_epi128(t, 8));
+    t = _mm512_max_epu8(t, _mm512_bsrli_epi128(t, 4));
+    t = _mm512_max_epu8(t, _mm512_bsrli_epi128(t, 2));
+    const __m512i pick = _mm512_castsi128_si512(_mm_cvtsi64_si128(0x3121110130201000));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(tops), _mm512_castsi512_si128(_mm512_permutexvar_epi8(pick, t)));
+}
+
+// 64 codes, of which group g goes through maps[keys[g]].
+template <int G>
+inline __m512i look_up(__m512i codes, const Map* maps, const uint8_t* keys) {
+    if constexpr (G >= 64) {
+        const Map& map = maps[keys[0]];
+        return _mm512_permutex2var_epi8(_mm512_load_si512(map.of), codes, _mm512_load_si512(map.of + 64));
+    } else {
+        __m512i out = codes;
+        constexpr __mmask64 first = (1ull << G) - 1;
+#pragma GCC unroll 4
+        for (int g = 0; g < 64 / G; ++g) {
+            const Map& map = maps[keys[g]];
+            const __mmask64 lanes = first << (g * G);
+            out = _mm512_mask2_permutex2var_epi8(_mm512_load_si512(map.of), out, lanes, _mm512_load_si512(map.of + 64));
+        }
+        return out;
+    }
+}
+
+template <int G>
+inline void map_bytes(const uint8_t* codes, const Map* maps, const uint8_t* keys, uint8_t* out) {
+    const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
+    for (int i = 0; i < kCodes; i += 64) {
+        const __m512i c = _mm512_loadu_si512(codes + i);
+        const __m512i mapped = look_up<G>(c, maps, keys + i / G);
+        _mm512_storeu_si512(out + i, _mm512_or_si512(mapped, _mm512_and_si512(c, sign)));
+    }
+}
+
+template <int G, Zero Z>
+inline void map_nibbles(const uint8_t* codes, const Levels* levels, const uint8_t* keys, uint8_t* out) {
+    const __m512i sign = _mm512_set1_epi8(static_cast<char>(kSigned)), low = _mm512_set1_epi8(0xf);
+    for (int i = 0; i < kCodes; i += 64) {
+        const __m512i c = _mm512_loadu_si512(codes + i);
+        const __m512i t = look_up<G>(c, levels, keys + i / G);
+        const __m512i s = _mm512_srli_epi16(_mm512_and_si512(_mm512_and_si512(c, t), sign), 4);
+        const __m512i nibbles = _mm512_or_si512(_mm512_and_si512(t, low), s);
+        const __m512i pairs = _mm512_maddubs_epi16(nibbles, _mm512_set1_epi16(0x1001));  // even + 16 * odd
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i / 2), _mm512_cvtepi16_epi8(pairs));
+    }
+}
+
+}  // namespace
