@@ -267,18 +267,17 @@ def _scale_fault(entry: Entry) -> Problem | None:
     if len(entry.tensors) == 1:
         return None
     try:
-        outputs = entry.form.outputs(entry.place.module, entry.shape)
+        wanted = entry.form.misfit(entry.place.module, entry.tensors, entry.shape)
     except ConfigError as error:
         return Problem("shape", entry.name, str(error))
-    for output in outputs:
-        info = entry.tensors[output.suffix]
-        if info.shape != output.shape or info.dtype not in (output.dtype, *entry.form.dtypes(output.suffix)):
-            text = (
-                f"{info.file} stores {info.name} as {info.dtype}{list(info.shape)}, but {entry.format.name} weights "
-                f"of shape {list(entry.shape)} need {output.dtype}{list(output.shape)}."
-            )
-            return Problem("shape of a scale", entry.name, text)
-    return None
+    if wanted is None:
+        return None
+    info = entry.tensors[wanted.suffix]
+    text = (
+        f"{info.file} stores {info.name} as {info.dtype}{list(info.shape)}, but {entry.format.name} weights "
+        f"of shape {list(entry.shape)} need {wanted.dtype}{list(wanted.shape)}."
+    )
+    return Problem("shape of a scale", entry.name, text)
 
 
 def _incomplete(folder: Path, arch: Arch, entries: dict[str, Entry], known: set[str] | frozenset[str]) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.formats.int4_awq import INT4_AWQ, ones
 from pipeline.formats.numerics import Array
 from pipeline.layouts.base import Field, Form, Shape, Table, Written
-from pipeline.layouts.int4 import codes_of, packed_of, signed_zero_point, symmetric, to_float32, unsigned_zero_point, unwords, words
+from pipeline.layouts.int4 import codes_of, packed_of, signed_zero_point, to_float32, unsigned_zero_point, unwords, words
 from pipeline.layouts.patterns import exclude_patterns
 
 __all__ = ["AUTOAWQ", "AutoAwq", "grouped"]
@@ -49,7 +49,7 @@ def _form(size: int) -> Form:
     fields = grouped(size, _store_zeros, _load_zeros, codes)
     item = INT4_AWQ if size == INT4_AWQ.group_size else replace(INT4_AWQ, group_size=size)
     return Form(
-        layout="autoawq", item=item, fields=fields, unpacked=_unpacked, implied={"pre_quant_scale": ones}, finish=symmetric,
+        layout="autoawq", item=item, fields=fields, unpacked=_unpacked, implied={"pre_quant_scale": ones},
         written=size == GROUPS[0],
     )  # fmt: skip
 

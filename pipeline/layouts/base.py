@@ -94,6 +94,14 @@ class Form:
             return self.unpacked(codes)
         return codes[0] * self.item.packing[0], codes[1] * self.item.packing[1]
 
+    def misfit(self, module: str, tensors: Mapping[str, Stored], shape: Shape) -> Output | None:
+        """The first tensor that the form stores otherwise; refuses shapes that the format cannot hold."""
+        for output in self.outputs(module, shape):
+            info = tensors[output.suffix]
+            if info.shape != output.shape or info.dtype not in (output.dtype, *self.dtypes(output.suffix)):
+                return output
+        return None
+
     def load(self, stored: Mapping[str, Array], shape: Shape) -> dict[str, Array]:
         """Canonical tensors of what is stored for a weight of `shape`."""
         if not self.fields:
@@ -120,13 +128,13 @@ def _stored(field: Field, canonical: Mapping[str, Array], shape: Shape) -> Array
 
 
 def _refuse_lost(form: Form, canonical: Mapping[str, Array]) -> None:
-    """Zero points, and factors of the activations that are not 1, change what a weight means."""
+    """Zero points that are not 0, and factors of the activations that are not 1, change what a weight means."""
     if form.fields:
         roles = {field.role for field in form.fields}
     else:
         roles = {output.suffix for output in form.item.outputs("", (128, 128))}
-    for role in canonical.keys() - roles:
-        if role == "weight_zero_point" or (role == "pre_quant_scale" and not (canonical[role] == 1).all()):
+    for role, neutral in (("weight_zero_point", 0), ("pre_quant_scale", 1)):
+        if role not in roles and role in canonical and (canonical[role] != neutral).any():
             raise ConfigError(
                 f"A weight in {form.item.name} has a {role}, for which the layout {form.layout} has no place: keep its "
                 f"layout, or convert it to another format."

@@ -29,10 +29,10 @@ from pipeline.formats import FORMATS, Format
 from pipeline.formats.int4_awq import INT4_AWQ, ones
 from pipeline.formats.numerics import Array
 from pipeline.layouts.base import Field, Form, Shape, Table, Written
-from pipeline.layouts.int4 import codes_of, packed_of, signed_zero_point, symmetric, to_bf16, to_float32, unwords, words
+from pipeline.layouts.int4 import codes_of, packed_of, signed_zero_point, to_bf16, to_float32, unwords, words
 from pipeline.layouts.patterns import as_regex, exclude_patterns
 
-__all__ = ["COMPRESSED_TENSORS", "CompressedTensors"]
+__all__ = ["COMPRESSED_TENSORS", "CompressedTensors", "scheme_of"]
 
 VERSION = "0.20.1"
 """Of the library whose schema is written."""
@@ -107,7 +107,7 @@ def _int4(item: Format, group: int, zero_points: bool) -> Form:
             Field(name="weight_zero_point", role="weight_zero_point", dtypes=("I32",), shape=shape, load=_zero_points)
         )
     return Form(
-        layout="compressed_tensors", item=item, fields=tuple(fields), implied={"pre_quant_scale": ones}, finish=symmetric,
+        layout="compressed_tensors", item=item, fields=tuple(fields), implied={"pre_quant_scale": ones},
         unpacked=lambda shape: (shape[0], shape[1] * 8), written=not zero_points and group == GROUPS[0],
     )  # fmt: skip
 
@@ -186,6 +186,20 @@ class CompressedTensors:
             "global_compression_ratio": None,
             "version": VERSION,
         }, None
+
+
+def scheme_of(group: Table) -> str | None:
+    """The format that a config group of the library describes; None: none that is known here."""
+    weights, activations = group.get("weights") or {}, group.get("input_activations")
+    for name, (_, wanted, coded) in SCHEMES.items():
+        if _alike(weights, wanted) and (activations is None) == (coded is None) and _alike(activations or {}, coded or {}):
+            return name
+    return None
+
+
+def _alike(one: Table, two: Table) -> bool:
+    """In what decides how weights are stored or activations coded."""
+    return all(one.get(key) == two.get(key) for key in ("num_bits", "type", "strategy", "group_size"))
 
 
 def _group(name: str, targets: list[str]) -> Table:

@@ -1,9 +1,10 @@
 """GPTQ's layout, which vLLM, SGLang and transformers load; INT4 in groups only.
 
 For a layer X [N, K], transposed: `qweight` I32 [K/8, N], eight inputs a word, the first in the lowest nibble; `qzeros`
-I32 [K/128, N/8], eight outputs a word, each zero point minus one (checkpoint format "gptq"; in "gptq_v2", of which only
-the symmetric form is told apart, by its zero points of 8, they are not reduced); `scales` F16 [K/128, N]; `g_idx` I32
-[K], the group of each input. Written weights are symmetric, with inputs in order; others are refused when they are read.
+I32 [K/128, N/8], eight outputs a word, each zero point minus one; `scales` F16 [K/128, N]; `g_idx` I32 [K], the group of
+each input, without which they are in order. That is checkpoint format "gptq"; "gptq_v2" does not take one off the zero
+points, and is told apart only where all of them are 8. Written weights are symmetric, with inputs in order; weights with
+another order are refused when they are read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pipeline.formats.int4_awq import INT4_AWQ, ones
 from pipeline.formats.numerics import Array
 from pipeline.layouts.autoawq import GROUPS, grouped
 from pipeline.layouts.base import Field, Form, Shape, Table, Written
-from pipeline.layouts.int4 import codes_of, packed_of, signed_zero_point, symmetric, unsigned_zero_point, unwords, words
+from pipeline.layouts.int4 import codes_of, packed_of, signed_zero_point, unsigned_zero_point, unwords, words
 from pipeline.layouts.patterns import as_regex, exclude_patterns
 
 __all__ = ["GPTQ", "Gptq"]
@@ -41,10 +42,10 @@ def _in_order(canonical: dict[str, Array]) -> dict[str, Array]:
             "A GPTQ weight has its inputs in the order of activations (desc_act, a g_idx that is not 0, ..., 0, 1, ...), "
             "which is not read here: quantise it with desc_act=false."
         )
-    return symmetric(canonical)
+    return canonical
 
 
-def _form(size: int) -> Form:
+def _form(size: int, ordered: bool) -> Form:
     codes = Field(
         name="qweight", role="weight", dtypes=("I32",), shape=lambda shape: (shape[1] // 8, shape[0]),
         store=lambda packed: np.ascontiguousarray(words(codes_of(packed)).T),
@@ -55,9 +56,10 @@ def _form(size: int) -> Form:
         make=lambda shape: np.arange(shape[1], dtype=np.int32) // np.int32(size),
     )  # fmt: skip
     item = INT4_AWQ if size == INT4_AWQ.group_size else replace(INT4_AWQ, group_size=size)
+    fields = grouped(size, _store_zeros, _load_zeros, codes, *((order,) if ordered else ()))
     return Form(
-        layout="gptq", item=item, fields=grouped(size, _store_zeros, _load_zeros, codes, order), unpacked=_unpacked,
-        implied={"pre_quant_scale": ones}, finish=_in_order, written=size == GROUPS[0],
+        layout="gptq", item=item, fields=fields, unpacked=_unpacked, implied={"pre_quant_scale": ones},
+        finish=_in_order if ordered else None, written=size == GROUPS[0] and ordered,
     )  # fmt: skip
 
 
@@ -71,7 +73,7 @@ class Gptq:
 
     name: str = "gptq"
     reader: str = "vLLM, SGLang and transformers"
-    forms: tuple[Form, ...] = tuple(_form(size) for size in GROUPS)
+    forms: tuple[Form, ...] = tuple(_form(size, ordered) for ordered in (True, False) for size in GROUPS)
     scale_rounding: tuple[str, ...] = ("BF16", "F16")
 
     def tables(self, written: Iterable[Written], kv_cache: str) -> tuple[Table | None, Table | None]:

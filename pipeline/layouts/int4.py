@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.formats.numerics import BF16, Array
 
 __all__ = [
-    "IN_ORDER", "codes_of", "packed_of", "signed_zero_point", "symmetric", "to_bf16", "to_float32", "unsigned_zero_point",
+    "IN_ORDER", "codes_of", "packed_of", "signed_zero_point", "to_bf16", "to_float32", "unsigned_zero_point",
     "unwords", "words",
 ]  # fmt: skip
 
@@ -58,13 +58,6 @@ def signed_zero_point(unsigned: Array) -> Array:
 def unsigned_zero_point(signed: Array) -> Array:
     """The inverse of `signed_zero_point`."""
     return (signed + np.int8(SIGN)).view(np.uint8)
-
-
-def symmetric(canonical: dict[str, Array]) -> dict[str, Array]:
-    """Without zero points that are all 0: the codes mean what they say."""
-    if "weight_zero_point" in canonical and not canonical["weight_zero_point"].any():
-        del canonical["weight_zero_point"]
-    return canonical
 
 
 def to_float32(array: Array) -> Array:
