@@ -6,6 +6,7 @@ enters the configuration: `plan`, `build` and `explain` see the same config and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from pipeline import __version__
 from pipeline.core.errors import ConfigError, PipelineError
@@ -34,12 +36,13 @@ options
   --json             JSON lines instead of text
   --config-dir DIR   a folder of your own config groups, beside conf/ (DIR/hw/mine.yaml is +hw=mine)
   --cfg              print the resolved configuration and stop
-  --dry-run          (convert) show what would be done to each tensor; write nothing
+  --dry-run          (convert, gc) show what would be done; write and remove nothing
+  --keep N           (gc) results of each stage to keep beside those in use (1)
   --version          print the version and stop
 
 exit codes
   0 done   1 internal error   2 configuration or input refused   3 a stage failed   4 the verify gate refused
-  5 a tool is missing here    130 interrupted"""
+  5 a tool is missing here    130 interrupted   141 nobody reads the output"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class Options:
     config_dir: Path | None = None
     show_config: bool = False
     dry_run: bool = False
+    keep: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,12 @@ COMMANDS: dict[str, Command] = {
     ),
     "verify": Command(
         "compare the converted weights with the source, and gate on the result",
-        "Thresholds are verify.max_kl, verify.min_top1, verify.max_ppl_ratio and verify.min_sqnr_db.",
+        "Thresholds are verify.max_kl, verify.min_top1, verify.max_ppl_ratio and verify.min_sqnr_db; verify.sample=N compares N\n"
+        "experts of each layer, verify.sensitivity=true each layer and class alone. With a folder it checks that checkpoint,\n"
+        "whoever wrote it (ModelOpt, compressed-tensors, AutoAWQ, GPTQ), against some sixty invariants, and against its source where\n"
+        "checkpoint= names it; out=FOLDER keeps the report and the heat map. It exits with 4 when it finds an error.",
         "verify",
+        arguments="[DIR [checkpoint=SOURCE] [out=FOLDER]] ",
     ),
     "engine": Command(
         "build the engine of engine=", "engine=torch compiles here; engine=trtllm writes a TensorRT-LLM bundle.", "engine"
@@ -105,10 +113,18 @@ COMMANDS: dict[str, Command] = {
     ),
     "smoke": Command(
         "start tritonserver, run the contract against it, measure TTFT, TPOT, tokens/s",
-        "Builds first if needed. serve.url=HOST:PORT probes a server that already runs.",
+        "Builds first if needed. serve.url=HOST:PORT probes a server that already runs, and builds nothing.",
         "smoke",
     ),
     "explain": Command("say for each stage whether it would run, and which leaf changed", "Runs nothing.", "explain"),
+    "gc": Command(
+        "remove old results, and what stopped attempts left, from the store",
+        "Keeps the results in use (those that latest/ names), the newest --keep results of each stage, and as many unfinished\n"
+        "conversions, which the next run goes on from. --dry-run lists what would go. Refuses while a build is at work.",
+        "gc",
+        needs_config=False,
+        arguments="[--keep N] [--dry-run] [store.root=DIR] ",
+    ),
     "inspect": Command(
         "what a checkpoint is, and what is odd about it, from its headers",
         "DIR is a Hugging Face checkpoint folder. Shows format, tensors and bytes of each module class, what the configs\n"
@@ -127,25 +143,63 @@ COMMANDS: dict[str, Command] = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["stage"]:  # a stage in its own process, started by an executor
-        from pipeline.executors.local import child_main
-
-        return child_main(Path(words[1]))
+    _open_standard_streams()
     try:
-        return _run(words)
+        code = _guarded(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of our output has left
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        _discard_output()
+        where = error.filename or "standard output or the store"
+        print(f"error: {where}: {error.strerror or error}. What was finished before is kept.", file=sys.stderr)
+        return 1
+
+
+def _guarded(words: list[str]) -> int:
+    """Errors of ours as sentences, one a line."""
+    try:
+        return _stage(words[1:]) if words[:1] == ["stage"] else _run(words)
     except PipelineError as error:
         if "--json" in words:
             make_console(as_json=True).result({"exit_code": error.exit_code, "error": str(error)})
-        print(
-            "\n".join(f"error: {line}" if not line.startswith(" ") else line for line in str(error).splitlines()), file=sys.stderr
-        )
+        lines = (line if line.startswith(" ") else f"error: {line}" for line in str(error).splitlines())
+        print("\n".join(lines), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted: finished stages are kept, run the same command to go on", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+
+
+def _stage(words: list[str]) -> int:
+    """A stage in its own process, started by an executor."""
+    from pipeline.executors.local import child_main
+
+    if len(words) != 1 or not Path(words[0]).is_file():
+        raise ConfigError("`stage` runs one stage for an executor: give the CALL.json that it wrote.")
+    return child_main(Path(words[0]))
+
+
+def _open_standard_streams() -> None:
+    """A closed one (`>&-`) would lend its number to the next file that is opened."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
+
+
+def _discard_output() -> None:
+    """Let what cannot be written go nowhere, so that the interpreter can end in peace."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
 
 
 def _run(words: list[str]) -> int:
@@ -163,7 +217,7 @@ def _run(words: list[str]) -> int:
         return 0
     options = _parse(rest)
     if options.dry_run and "--dry-run" not in COMMANDS[name].arguments:
-        raise ConfigError(f"{name} has no --dry-run: only convert has; explain says what {name} would rebuild.")
+        raise ConfigError(f"{name} has no --dry-run: only convert and gc have; explain says what {name} would rebuild.")
     if options.show_config:
         from pipeline.config.load import resolved_yaml
 
@@ -181,31 +235,31 @@ def _function(name: str) -> Callable[[Options, Console], int]:
 
 
 def _parse(words: list[str]) -> Options:
+    found: dict[str, Any] = {}
     overrides: list[str] = []
-    as_json, show_config, dry_run, config_dir = False, False, False, None
     rest = iter(words)
     for word in rest:
-        match word.split("=", 1):
-            case ["--json"]:
-                as_json = True
-            case ["--cfg"]:
-                show_config = True
-            case ["--dry-run"]:
-                dry_run = True
-            case ["--config-dir", folder]:
-                config_dir = Path(folder)
-            case ["--config-dir"]:
-                config_dir = Path(next(rest, ""))
-            case [option, *_] if option.startswith("-"):
-                raise ConfigError(
-                    f"There is no option {option}: known are --json, --config-dir DIR, --cfg, --dry-run and --help; "
-                    f"settings are KEY=VALUE."
-                )
-            case _:
-                overrides.append(word)
-    return Options(
-        overrides=overrides, as_json=as_json, config_dir=config_dir, show_config=show_config, dry_run=dry_run
-    )
+        option, given, value = word.partition("=")
+        if option in FLAGS:
+            found[FLAGS[option]] = True
+        elif option in VALUES:
+            found[option.lstrip("-").replace("-", "_")] = VALUES[option](value if given else next(rest, ""))
+        elif word.startswith("-"):
+            known = [*FLAGS, "--config-dir DIR", "--keep N"]
+            raise ConfigError(f"There is no option {option}: known are {', '.join(known)} and --help; settings are KEY=VALUE.")
+        else:
+            overrides.append(word)
+    return Options(overrides=overrides, **found)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"--keep {text} is not a number: give how many results of each stage to keep.")
+    return int(text)
+
+
+FLAGS = {"--json": "as_json", "--cfg": "show_config", "--dry-run": "dry_run"}
+VALUES: dict[str, Callable[[str], Any]] = {"--config-dir": Path, "--keep": _count}
 
 
 def _usage() -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.load import load
 from pipeline.core.errors import ConfigError
-from pipeline.core.events import Console
+from pipeline.core.events import Console, human_bytes
 from pipeline.core.graph import Graph
 from pipeline.core.jsonio import read_json
 from pipeline.core.source import find_source
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.cli import Options
     from pipeline.config.schema import Config
 
-__all__ = ["convert", "doctor", "engine", "explain", "inspect", "package", "plan", "serve", "smoke", "verify"]
+__all__ = ["convert", "doctor", "engine", "explain", "gc", "inspect", "package", "plan", "serve", "smoke", "verify"]
 
 
 def plan(options: Options, console: Console) -> int:
@@ -43,7 +44,11 @@ def convert(options: Options, console: Console) -> int:
 
 
 def verify(options: Options, console: Console) -> int:
-    """Up to the verdict; its table is shown also when it was reached earlier."""
+    """Up to the verdict; its table is shown also when it was reached earlier. With a folder: that checkpoint, anyone's."""
+    from pipeline.verify.command import folders_of, verify_command
+
+    if folders_of(options.overrides):
+        return verify_command(options, console)
     result = _build(options, console, "verify")["verify"]
     for line in (result.out / "report.md").read_text(encoding="utf-8").splitlines():
         console.line(line)
@@ -70,22 +75,28 @@ def package(options: Options, console: Console) -> int:
 
 def serve(options: Options, console: Console) -> int:
     """Build, then run tritonserver until interrupted."""
-    from pipeline.triton.server import serve_command
+    from pipeline.triton.server import find_server, serve_command
 
     config = load(options.overrides, options.config_dir)
+    find_server(config.serve)  # before hours of building for it
     repository = _build(options, console, "package", config)["package"].out / "repository"
     return serve_command(config, repository, console.line)
 
 
 def smoke(options: Options, console: Console) -> int:
-    """Build, then run the contract against a live server; the report lies beside the logs."""
+    """Build, then run the contract against a live server, or only that against the one at serve.url."""
+    from pipeline.triton.server import find_server
     from pipeline.triton.smoke import smoke_command
 
     config = load(options.overrides, options.config_dir)
-    result = _build(options, console, "package", config)["package"]
-    out = Path(config.store.root).absolute() / "smoke" / f"{result.key[:12]}.json"
+    repository, name = None, re.sub(r"\W+", "_", config.serve.url or "")
+    if not config.serve.url:
+        find_server(config.serve)
+        result = _build(options, console, "package", config)["package"]
+        repository, name = result.out / "repository", result.key[:12]
+    out = _root(config) / "smoke" / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    code = smoke_command(config, result.out / "repository", out, console.line, None if options.as_json else sys.stdout)
+    code = smoke_command(config, repository, out, console.line, None if options.as_json else sys.stdout)
     console.result({"command": "smoke", "exit_code": code, "report": read_json(out) if out.exists() else None})
     return code
 
@@ -99,6 +110,27 @@ def explain(options: Options, console: Console) -> int:
         console.line(f"{state.stage.name:8} {status:10} {state.reason if not state.result else state.result.key[:12]}")
         stages.append({"stage": state.stage.name, "status": status, "reason": state.reason})
     console.result({"command": "explain", "stages": stages})
+    return 0
+
+
+def gc(options: Options, console: Console) -> int:
+    """Remove what nobody needs any more; with --dry-run only list it."""
+    from pipeline.core.gc import collect, remove, require_quiet
+
+    if other := [word for word in options.overrides if not word.startswith(("store.", "store="))]:
+        raise ConfigError(f"gc does not know {other[0]}: it takes store.root=DIR.")
+    store = Store(_root(load(["+hw=cpu", *options.overrides], options.config_dir)))
+    if not options.dry_run:
+        require_quiet(store)
+    removals = collect(store, options.keep)
+    for removal in removals:
+        if not options.dry_run:
+            remove(store, removal)
+        console.line(f"{human_bytes(removal.size):>10}  {removal.path.relative_to(store.root)}  ({removal.reason})")
+    total = sum(removal.size for removal in removals)
+    console.line(f"{human_bytes(total):>10}  {'would be' if options.dry_run else 'were'} removed from {store.root}")
+    gone = [{"path": str(removal.path), "bytes": removal.size, "reason": removal.reason} for removal in removals]
+    console.result({"command": "gc", "dry_run": options.dry_run, "removed": gone})
     return 0
 
 
@@ -121,6 +153,9 @@ def doctor(options: Options, console: Console) -> int:
     """What this machine can build, serve and run."""
     from pipeline.doctor import examine
 
+    if options.overrides or options.config_dir:
+        given = " ".join(options.overrides) or "--config-dir"
+        raise ConfigError(f"doctor takes no settings, but got {given}: it looks at this machine.")
     findings = examine()
     for finding in findings:
         console.line(finding.text())
@@ -135,7 +170,7 @@ def _dry_run(options: Options, console: Console) -> int:
     from pipeline.stages.plan import make_plan, model_config
 
     config = load(options.overrides, options.config_dir)
-    root = Path(config.store.root).expanduser().absolute()
+    root = _root(config)
     folder = find_source(config, root).folder
     if folder is None:
         name = config.model.name
@@ -161,5 +196,8 @@ def _build(options: Options, console: Console, stage: str, config: Config | None
 
 
 def _graph(config: Config) -> Graph:
-    root = Path(config.store.root).expanduser()
-    return Graph(STAGES, config, Store(root), find_source(config, root))
+    return Graph(STAGES, config, Store(_root(config)), find_source(config, _root(config)))
+
+
+def _root(config: Config) -> Path:
+    return Path(config.store.root).expanduser().absolute()

@@ -16,10 +16,10 @@ from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
 from pipeline.core.events import Console, PlainConsole
 from pipeline.core.explain import explain_miss
-from pipeline.core.key import SCHEMA, key_of, key_parts
+from pipeline.core.key import key_of, key_parts
 from pipeline.core.source import Source
 from pipeline.core.stage import Stage
-from pipeline.core.store import Attempt, Result, Store, describe_tree, tree_digest
+from pipeline.core.store import SCHEMA, Attempt, Result, Store, tree_digest
 from pipeline.executors import Executor, StageCall, StageOutcome, make_executor
 
 __all__ = ["Graph", "State", "upstream"]
@@ -44,14 +44,25 @@ class Graph:
 
     def build(self, targets: list[str], executor: Executor, console: Console) -> dict[str, Result]:
         """Make every result that `targets` need, in order; what is there already is left alone."""
+        self.store.prepare()
         results: dict[str, Result] = {}
-        for stage in upstream(self.stages, targets):
+        order, checked = upstream(self.stages, targets), False
+        for place, stage in enumerate(order):
             state = self._state(stage, results)
+            if not (state.result or stage.light or checked):
+                checked = self._preflight(order[place:])
             results[stage.name] = state.result or self._run(state, results, executor, console)
             if state.result:
                 console.stage_ended(stage.name, "cached", key=state.result.key, digest=state.result.digest())
             self.store.point(results[stage.name])
         return results
+
+    def _preflight(self, stages: list[Stage]) -> bool:
+        """What the last stage lacks is said before the first one has worked for hours."""
+        for stage in stages:
+            stage.toolchain(self.config)
+            stage.requires(self.config, self.source.folder)
+        return True
 
     def states(self, targets: list[str]) -> Iterator[State]:
         """Where each stage stands. Nothing is written to the store; only light stages run, in a temporary folder."""
@@ -65,6 +76,9 @@ class Graph:
                 yield State(
                     stage, None, None, f"waits for {', '.join(dict.fromkeys(waiting))}; runs unless their outputs stay the same"
                 )
+                continue
+            if stage.reads_checkpoint == "all" and self.source.folder is None:
+                yield State(stage, None, None, f"waits for a checkpoint: {self.source.way_out}")
                 continue
             state = self._state(stage, results)
             if state.result:
@@ -83,8 +97,12 @@ class Graph:
     def _state(self, stage: Stage, results: dict[str, Result]) -> State:
         parts = key_parts(stage, self.config, self._inputs(stage, results))
         found = self.store.find(stage.name, key_of(parts))
-        reason = "up to date" if found else explain_miss(parts, [result.manifest["parts"] for result in self.store.all(stage.name)])
-        return State(stage, found, parts, reason)
+        return State(stage, found, parts, "up to date" if found else self._reason(stage, parts))
+
+    def _reason(self, stage: Stage, parts: dict[str, Any]) -> str:
+        if self.store.foreign(stage.name, key_of(parts)):
+            return "what lies in its place in results/ is no result of this pipeline and is set aside"
+        return explain_miss(parts, [result.manifest["parts"] for result in self.store.all(stage.name)])
 
     def _inputs(self, stage: Stage, results: dict[str, Result]) -> dict[str, str]:
         named = {f"{need.stage}/{need.path}".rstrip("/"): results[need.stage].digest(need.path) for need in stage.needs}
@@ -95,7 +113,7 @@ class Graph:
     def _run(self, state: State, results: dict[str, Result], executor: Executor, console: Console) -> Result:
         stage, key = state.stage, key_of(state.parts)
         assert state.parts
-        with self.store.attempt(stage.name, key, resumable=stage.resumable) as attempt:
+        with self.store.attempt(stage.name, key, resumable=stage.resumable, say=console.line) as attempt:
             if found := self.store.find(stage.name, key):  # another process finished it while we waited for the lock
                 return found
             progress = console.stage_started(stage.name, state.reason)
@@ -122,13 +140,13 @@ class Graph:
 
     def _manifest(self, state: State, key: str, attempt: Attempt, outcome: StageOutcome) -> dict[str, Any]:
         """What a result says of itself. Times and hosts stand here, never in the outputs."""
-        outputs = describe_tree(attempt.out)
+        outputs = attempt.outputs()
         return {
             "schema": SCHEMA,
             "stage": state.stage.name,
             "key": key,
             "parts": state.parts,
-            "determinism": state.stage.determinism,
+            "determinism": state.stage.determinism(self.config),
             "outputs": outputs,
             "digest": tree_digest(outputs),
             "config": asdict(self.config),

@@ -18,11 +18,10 @@ from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
 from pipeline.core.jsonio import canonical
 from pipeline.core.stage import Stage
+from pipeline.core.store import SCHEMA
 from pipeline.share import code_root, share
 
-__all__ = ["SCHEMA", "flatten", "key_of", "key_parts"]
-
-SCHEMA = 1
+__all__ = ["flatten", "key_of", "key_parts"]
 
 
 def key_parts(stage: Stage, config: Config, inputs: dict[str, str]) -> dict[str, Any]:

@@ -24,15 +24,17 @@ class Source:
     cache: Path
     """File in which digests of large files are remembered by size, time and inode."""
 
+    @property
+    def way_out(self) -> str:
+        """What to do where there is no folder."""
+        return f"model={self.model} names none: give the folder of an R1-layout checkpoint as checkpoint=DIR"
+
     def digest(self, what: Literal["config", "all"], stage: str) -> str:
         """Content digest of config.json or of the whole checkpoint; `stage` is who asks."""
         if self.folder is None:
             if what == "config":
                 return "none"
-            raise ConfigError(
-                f"{stage} needs a checkpoint and model={self.model} names none: "
-                "give the folder of an R1-layout checkpoint as checkpoint=DIR."
-            )
+            raise ConfigError(f"{stage} needs a checkpoint, and {self.way_out}.")
         if what == "config":
             return hashlib.sha256((self.folder / "config.json").read_bytes()).hexdigest()
         from pipeline.checkpoint.digest import digest
@@ -48,7 +50,12 @@ def find_source(config: Config, store_root: Path) -> Source:
     folder = _locate(named) if named else None
     if folder and not (folder / "config.json").is_file():
         raise ConfigError(f"checkpoint {named} has no config.json: give the folder of a Hugging Face checkpoint as checkpoint=DIR.")
-    return Source(folder, config.model.name, store_root.absolute() / "digests.json")
+    root = store_root.absolute()
+    if folder and root.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"store.root={config.store.root} lies in the checkpoint {named}, which is only read: name another folder."
+        )
+    return Source(folder, config.model.name, root / "digests.json")
 
 
 def _locate(named: str) -> Path:

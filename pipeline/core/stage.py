@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
-__all__ = ["Need", "Progress", "Stage", "StageContext"]
+__all__ = ["Determinism", "Need", "Progress", "Stage", "StageContext"]
+
+Determinism = Literal["bitwise", "numeric"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,8 @@ class StageContext:
 
     `inputs` maps each needed stage to its output folder; `checkpoint` is the source checkpoint folder
     (None only for a stage that does not need one).
-    `out` is a folder of its own; of a resumable stage it still holds what a killed run left there.
+    `out` is a folder of its own; of a resumable stage it still holds what a killed run left there, and so does `state`,
+    beside it, which is not part of the result.
     """
 
     config: Config
@@ -56,6 +59,12 @@ class StageContext:
     checkpoint: Path | None
     out: Path
     progress: Progress
+
+    @property
+    def state(self) -> Path:
+        """What a resumable stage must remember to go on; `digests.json` in it spares the store from hashing again
+        ({path: {"stamp", "facts"}}, see `core/filehash.py`)."""
+        return self.out.with_name("state")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,4 +90,8 @@ class Stage:
     resumable: bool = False
     light: bool = False
     """Takes well under a second and no torch: `explain` runs it in a folder of its own to see what would follow."""
-    determinism: Literal["bitwise", "numeric"] = "bitwise"
+    requires: Callable[[Config, Path | None], None] = field(default=lambda config, checkpoint: None)
+    """Raises `MissingToolError` where this machine lacks what the stage will need; asked before any stage of a build starts.
+    Gets the source checkpoint's folder. Must not import torch."""
+    determinism: Callable[[Config], Determinism] = field(default=lambda config: "bitwise")
+    """bitwise: the same key gives the same bytes on the same machine; numeric: the same up to rounding."""

@@ -1,8 +1,8 @@
 """The content-addressed store: one folder a result, named by its key, published whole or not at all.
 
     ROOT/results/<stage>/<key>/manifest.json, out/...   finished results, never written again
-    ROOT/work/<stage>/<key>[.<attempt>]/                results being made; the next attempt clears or resumes them
-    ROOT/locks/<stage>-<key>.lock                       saves double work; correctness does not hang on it
+    ROOT/work/<stage>/<key>[.<attempt>]/out, state, tmp results being made; the next attempt clears or resumes them
+    ROOT/locks/<stage>-<key>.lock                       saves double work; correctness does not hang on it (`lock.py`)
     ROOT/latest/<stage>                                 link to the result used last, for people
 
 Publishing: every file and folder is fsynced, then one rename of the directory makes the result appear
@@ -15,20 +15,24 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from pipeline.core.errors import StageError
+from pipeline.core.errors import ConfigError
+from pipeline.core.filehash import Facts, describe_file, load_digests, trusted
 from pipeline.core.jsonio import canonical, fsync_path, fsync_tree, read_json, write_json
+from pipeline.core.lock import held
 
-__all__ = ["Attempt", "Result", "Store", "describe_tree", "tree_digest"]
+__all__ = ["SCHEMA", "Attempt", "Result", "Store", "describe_tree", "tree_digest"]
 
-LOCK_SECONDS = 24 * 3600
+SCHEMA = 1
+"""Of keys and manifests; raised when either means something else."""
+
+SMALL = 2**20
+"""Files up to here are hashed whenever a result is looked up; a larger one only when it is younger than its manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +72,33 @@ class Attempt:
     def tmp(self) -> Path:
         return self.folder / "tmp"
 
+    @property
+    def state(self) -> Path:
+        """What a resumable stage keeps between attempts (`StageContext.state`)."""
+        return self.folder / "state"
+
+    def outputs(self) -> dict[str, Facts]:
+        """{relative path: digest and size}; files that the stage hashed while it wrote them are not read again."""
+        return describe_tree(self.out, load_digests(self.state / "digests.json"))
+
 
 class Store:
     """A folder of results on one file system."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
+
+    def prepare(self) -> None:
+        """Make the root, or say why it cannot hold results."""
+        try:
+            (self.root / "work").mkdir(parents=True, exist_ok=True)
+            probe = self.root / "work" / f".probe.{uuid.uuid4().hex[:8]}"
+            probe.mkdir()
+            probe.rmdir()
+        except OSError as error:
+            raise ConfigError(
+                f"store.root={self.root} cannot hold results ({error.strerror}): name another folder as store.root=DIR."
+            ) from error
 
     def find(self, stage: str, key: str) -> Result | None:
         """The result of `key` if it is there and whole (every file present, with its size, unchanged since)."""
@@ -82,25 +107,33 @@ class Store:
 
     def all(self, stage: str) -> list[Result]:
         """Every published result of a stage, newest first."""
-        folders = sorted((self.root / "results" / stage).glob("*"), key=lambda folder: folder.stat().st_mtime_ns)
+        folders = sorted((self.root / "results" / stage).glob("*"), key=lambda folder: folder.lstat().st_mtime_ns)
         return [result for folder in reversed(folders) if (result := self._load(folder))]
 
+    def foreign(self, stage: str, key: str) -> bool:
+        """Whether something that is no result of ours lies where the result of `key` belongs."""
+        folder = self.root / "results" / stage / key
+        return folder.exists() and self._load(folder) is None
+
     @contextmanager
-    def attempt(self, stage: str, key: str, *, resumable: bool) -> Iterator[Attempt]:
-        """Hold the key's lock and a folder to work in.
+    def attempt(
+        self, stage: str, key: str, *, resumable: bool, say: Callable[[str], None] = lambda text: None
+    ) -> Iterator[Attempt]:
+        """Hold the key's lock and a folder to work in. `say` hears who holds the lock, if this has to wait.
 
         What an earlier attempt left is kept for a resumable stage and removed for the others, which get a fresh
         folder name each time, so that a straggler of a killed attempt can never write into this one.
         """
         work = self.root / "work" / stage
         work.mkdir(parents=True, exist_ok=True)
-        with self._lock(stage, key):
+        with held(self.lock_file(stage, key), stage, say):
             for stale in work.glob(f"{key}*"):
                 if not (resumable and stale.name == key):
                     shutil.rmtree(stale, ignore_errors=True)
             attempt = Attempt(stage, key, work / (key if resumable else f"{key}.{uuid.uuid4().hex[:8]}"))
             shutil.rmtree(attempt.tmp, ignore_errors=True)
             attempt.out.mkdir(parents=True, exist_ok=True)
+            attempt.state.mkdir(exist_ok=True)
             attempt.tmp.mkdir()
             yield attempt
 
@@ -121,6 +154,7 @@ class Store:
             shutil.rmtree(attempt.folder, ignore_errors=True)
             return found
         fsync_path(target.parent)
+        shutil.rmtree(target / attempt.state.name, ignore_errors=True)  # last: till here a killed run could go on from it
         return Result(target, manifest)
 
     def point(self, result: Result) -> None:
@@ -136,32 +170,26 @@ class Store:
         os.replace(partial, link)
 
     def _load(self, folder: Path) -> Result | None:
+        """None for what is absent, and for a manifest that this code did not write: it is treated as absent."""
         try:
-            return Result(folder, read_json(folder / "manifest.json"))
-        except (OSError, ValueError):
+            manifest = read_json(folder / "manifest.json")
+        except (OSError, ValueError, RecursionError):
             return None
+        return Result(folder, manifest) if _is_manifest(manifest, folder) else None
 
     def _set_aside(self, target: Path) -> None:
         """A damaged result makes room; it is kept under work/ until the next attempt clears it."""
         os.rename(target, self.root / "work" / target.parent.name / f"{target.name}.damaged-{uuid.uuid4().hex[:8]}")
 
-    @contextmanager
-    def _lock(self, stage: str, key: str) -> Iterator[None]:
-        path = self.root / "locks" / f"{stage}-{key[:16]}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(path, timeout=LOCK_SECONDS):
-                yield
-        except Timeout as error:
-            raise StageError(
-                f"another process has been building {stage} for a day: look for it, or remove {path.name} in locks/."
-            ) from error
+    def lock_file(self, stage: str, key: str) -> Path:
+        """The file whose lock a process holds while it makes this result."""
+        return self.root / "locks" / f"{stage}-{key[:16]}.lock"
 
 
-def describe_tree(folder: Path) -> dict[str, dict[str, Any]]:
-    """{relative path: {sha256, size}} of every file below `folder`, sorted."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): _describe(path) for path in files}
+def describe_tree(folder: Path, digests: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Facts]:
+    """{relative path: digest and size} of every file below `folder`, sorted; `digests` are records still to be checked."""
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: trusted(path, (digests or {}).get(name, {})) or describe_file(path) for name, path in files.items()}
 
 
 def tree_digest(outputs: dict[str, dict[str, Any]], path: str = "") -> str:
@@ -172,13 +200,21 @@ def tree_digest(outputs: dict[str, dict[str, Any]], path: str = "") -> str:
     return hashlib.sha256(canonical(chosen)).hexdigest()
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": path.stat().st_size}
+def _is_manifest(value: Any, folder: Path) -> bool:
+    """Whether this is a manifest of this place: a table with its own key, its parts and its outputs."""
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        return False
+    outputs = value.get("outputs")
+    return (
+        (value.get("stage"), value.get("key")) == (folder.parent.name, folder.name)
+        and isinstance(value.get("parts"), dict)
+        and isinstance(outputs, dict)
+        and all(isinstance(entry, dict) and isinstance(entry.get("size"), int) for entry in outputs.values())
+    )
 
 
 def _intact(result: Result) -> bool:
-    """Results are never written again, so only a file younger than its manifest has to be read and hashed."""
+    """Results are never written again, so a large file has to be read and hashed only where it is younger than its manifest."""
     published = (result.folder / "manifest.json").stat().st_mtime_ns
     return all(_unchanged(result.out / name, entry, published) for name, entry in result.manifest["outputs"].items())
 
@@ -186,6 +222,8 @@ def _intact(result: Result) -> bool:
 def _unchanged(path: Path, entry: dict[str, Any], published: int) -> bool:
     try:
         found = path.stat()
+        if found.st_size != entry["size"]:
+            return False
+        return (found.st_size > SMALL and found.st_mtime_ns <= published) or describe_file(path) == entry
     except OSError:
         return False
-    return found.st_size == entry["size"] and (found.st_mtime_ns <= published or _describe(path) == entry)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pipeline.core.stage import Need, Stage, StageContext
+from pipeline.core.stage import Determinism, Need, Stage, StageContext
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -15,7 +16,21 @@ __all__ = ["STAGE", "run"]
 
 def toolchain(config: Config) -> dict[str, str]:
     """That of the chosen engine."""
-    return dict(import_module(f"pipeline.engines.{config.engine.kind}").toolchain(config))
+    return dict(_engine(config).toolchain(config))
+
+
+def requires(config: Config, checkpoint: Path | None) -> None:
+    """What the chosen engine needs of this machine."""
+    _engine(config).requires(config)
+
+
+def determinism(config: Config) -> Determinism:
+    """That of the chosen engine."""
+    return _engine(config).determinism(config)
+
+
+def _engine(config: Config) -> Any:
+    return import_module(f"pipeline.engines.{config.engine.kind}")
 
 
 STAGE = Stage(
@@ -29,6 +44,8 @@ STAGE = Stage(
         "plugins/topk_router/reference.py", "triton_repo/torch/1/runtime.py",
     ),
     toolchain=toolchain,
+    requires=requires,
+    determinism=determinism,
     run="pipeline.stages.engine:run",
 )  # fmt: skip
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
-from pipeline.core.jsonio import read_json, write_json
+from pipeline.core.jsonio import write_json
 from pipeline.core.stage import Stage, StageContext
+from pipeline.models.arch import read_hf_config
 from pipeline.planner.plan import Plan, make_plan
 from pipeline.planner.render import render
 
@@ -40,9 +41,7 @@ def run(ctx: StageContext) -> None:
 def model_config(config: Config, checkpoint: Path | None) -> dict[str, Any]:
     """The model's config.json, or the fields of it that the model's file in conf/ has."""
     if checkpoint is not None:
-        if not (checkpoint / "config.json").is_file():
-            raise ConfigError(f"{checkpoint} has no config.json: it is not a Hugging Face checkpoint folder.")
-        return dict(read_json(checkpoint / "config.json"))
+        return read_hf_config(checkpoint)
     if not config.model.hf:
         name = config.model.name
         raise ConfigError(f"model={name} has no checkpoint and no model.hf to plan from: set checkpoint=FOLDER.")

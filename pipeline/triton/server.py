@@ -9,6 +9,7 @@ and numpy below 2 (2.51 crashes on every string with numpy 2).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -81,8 +82,8 @@ class Server:
 def find_server(config: ServeConfig) -> Installation:
     """serve.server, else PATH, else the container's place, else the wheel of this interpreter."""
     if config.server:
-        if not (path := Path(config.server)).is_file():
-            raise MissingToolError(f"serve.server={config.server} is not a file; give the path of tritonserver.")
+        if not shutil.which(path := Path(config.server).absolute()):
+            raise MissingToolError(f"serve.server={config.server} is not a file that can be run: give the path of tritonserver.")
         return _wheel(path) if "pytriton" in path.parts else Installation(path)
     if found := shutil.which("tritonserver"):
         return Installation(Path(found))
@@ -218,15 +219,26 @@ def _command(installation: Installation, endpoint: Endpoint, work: Path, prefix:
 
 def _endpoint(config: ServeConfig) -> Endpoint:
     """The configured ports, 0 replaced by free ones, and none of them taken."""
+    try:
+        family = socket.getaddrinfo(config.host, None, type=socket.SOCK_STREAM)[0][0]
+    except OSError as error:
+        raise ConfigError(
+            f"serve.host={config.host} is no address of this machine ({error.strerror}): 127.0.0.1 is this machine alone."
+        ) from None
     with contextlib.ExitStack() as stack:
         ports = []
         for name in ("http_port", "grpc_port", "metrics_port"):
             wanted = getattr(config, name)
-            probe = stack.enter_context(socket.socket())
+            probe = stack.enter_context(socket.socket(family))
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((config.host, wanted))
             except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:
+                    raise ConfigError(
+                        f"serve.host={config.host} is no address of this machine: 127.0.0.1 is this machine alone, 0.0.0.0 "
+                        "every network of it."
+                    ) from None
                 raise ConfigError(
                     f"serve.{name}={wanted} cannot be used on {config.host} ({error.strerror}): "
                     "choose another port, or 0."

@@ -17,7 +17,7 @@ from pipeline.core.jsonio import write_json
 from pipeline.triton.check import check_repository
 from pipeline.triton.checks import CHECKS, Probe, Skipped
 from pipeline.triton.client import Client
-from pipeline.triton.http import Endpoint
+from pipeline.triton.http import Endpoint, TritonError
 from pipeline.triton.server import start
 
 __all__ = ["smoke", "smoke_command"]
@@ -26,11 +26,11 @@ Emit = Callable[[str], None]
 MARKS = {True: "ok", False: "FAILED", None: "skipped"}
 
 
-def smoke_command(config: Config, repository: Path, out: Path, emit: Emit, live: TextIO | None = sys.stdout) -> int:
-    """Check serve.url, or a server of our own on `repository`; 0 if every check holds. `out`: a file or a folder."""
-    model = entry(list(check_repository(repository)))
+def smoke_command(config: Config, repository: Path | None, out: Path, emit: Emit, live: TextIO | None = sys.stdout) -> int:
+    """Check the server at serve.url, or one of our own on `repository`; 0 if every check holds. `out`: a file or a folder."""
     with _endpoint(config.serve, repository) as endpoint:
-        report = smoke(endpoint, model, config, emit, live)
+        models = list(check_repository(repository)) if repository else _served(endpoint, config.serve)
+        report = smoke(endpoint, entry(models), config, emit, live)
     path = out / "smoke.json" if out.is_dir() else out
     write_json(path, report)
     emit(f"{'passed' if report['passed'] else 'FAILED'}: {path}")
@@ -63,13 +63,14 @@ def entry(models: list[str]) -> str:
         if name in models:
             return name
     if len(models) > 1:
-        raise ConfigError(f"The repository holds {', '.join(models)}: set serve.model_name and package one of them.")
+        raise ConfigError(f"The repository holds {', '.join(models)}: set serve.model_name to one of them.")
     return models[0]
 
 
 @contextlib.contextmanager
-def _endpoint(serve: ServeConfig, repository: Path) -> Iterator[Endpoint]:
+def _endpoint(serve: ServeConfig, repository: Path | None) -> Iterator[Endpoint]:
     if not serve.url:
+        assert repository is not None
         with start(serve, repository) as server:
             yield server.endpoint
         return
@@ -77,6 +78,20 @@ def _endpoint(serve: ServeConfig, repository: Path) -> Iterator[Endpoint]:
     if not host or not port.isdigit():
         raise ConfigError(f"serve.url={serve.url} must be HOST:PORT of Triton's HTTP service, such as 127.0.0.1:8000.")
     yield Endpoint(host, int(port), serve.grpc_port, serve.metrics_port)
+
+
+def _served(endpoint: Endpoint, serve: ServeConfig) -> list[str]:
+    """The models of a running server, or the one that serve.model_name names."""
+    try:
+        ready = [name for name, state in endpoint.index().items() if state == "READY"]
+    except (OSError, TritonError) as error:
+        raise ConfigError(
+            f"serve.url={serve.url} does not answer as a Triton server ({error}): start it, or leave serve.url out."
+        ) from error
+    if not ready or (serve.model_name and serve.model_name not in ready):
+        wanted = serve.model_name or "one to probe"
+        raise ConfigError(f"The server at {serve.url} has {', '.join(ready) or 'no model'} ready, not {wanted}.")
+    return [serve.model_name] if serve.model_name else ready
 
 
 def _run_all(probe: Probe, emit: Emit) -> list[dict[str, Any]]:

@@ -1,11 +1,13 @@
 """The build graph on small stages: keys, no-ops, minimal rebuilds, kills, races and damage."""
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -13,14 +15,18 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.core.errors import StageError
+from pipeline.core.errors import ConfigError, MissingToolError, StageError
 from pipeline.core.events import PlainConsole
+from pipeline.core.gc import collect, remove, require_quiet
 from pipeline.core.graph import Graph, upstream
 from pipeline.core.key import key_of, key_parts
-from pipeline.core.source import Source
+from pipeline.core.lock import held
+from pipeline.core.source import Source, find_source
 from pipeline.core.stage import Need, Progress, Stage, StageContext
-from pipeline.core.store import Store, describe_tree
+from pipeline.core.store import SCHEMA, Store, describe_tree
+from pipeline.engines.torch.gpu import compute_capabilities
 from pipeline.executors import StageCall, StageOutcome
+from pipeline.stages import STAGES as REAL_STAGES
 
 
 def first(ctx: StageContext) -> None:
@@ -142,14 +148,145 @@ def test_other_bytes_of_the_same_size_are_noticed(tmp_path: Path) -> None:
     assert build(tmp_path) == ["second"]
 
 
+def test_a_changed_file_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:
+    build(tmp_path)
+    path = next((tmp_path / "store/results/second").glob("*/out/text.txt"))
+    before = path.stat()
+    path.write_text("X" * before.st_size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert build(tmp_path) == ["second"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", '"text"', "{", '{"schema": 1, "key": "other", "stage": "second"}'])
+def test_a_foreign_manifest_is_set_aside_and_named(content: str, tmp_path: Path) -> None:
+    build(tmp_path)
+    next((tmp_path / "store/results/second").glob("*/manifest.json")).write_text(content)
+    states = {state.stage.name: state for state in graph(tmp_path).states(["third"])}
+    assert "is no result of this pipeline and is set aside" in states["second"].reason
+    assert build(tmp_path) == ["second"]
+    assert list((tmp_path / "store/work/second").glob("*.damaged-*")), "nothing of it is lost"
+
+
+@pytest.mark.parametrize("root", ["a_file", "a_file/below"])
+def test_a_root_that_cannot_hold_results_is_a_sentence(root: str, tmp_path: Path) -> None:
+    (tmp_path / "a_file").write_text("")
+    with pytest.raises(ConfigError, match=r"store\.root=.*a_file.* cannot hold results \(.*\): name another folder"):
+        Store(tmp_path / root).prepare()
+
+
+@pytest.mark.parametrize("root", ["checkpoint", "checkpoint/inside", "checkpoint/../checkpoint"])
+def test_the_store_does_not_lie_in_the_checkpoint(root: str, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/config.json").write_text("{}")
+    config = load(["+hw=cpu", f"checkpoint={tmp_path}/checkpoint", f"store.root={tmp_path}/{root}"])
+    with pytest.raises(ConfigError, match="lies in the checkpoint"):
+        find_source(config, Path(config.store.root))
+
+
+def test_who_waits_for_a_lock_says_for_whom(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def second() -> None:
+        with held(tmp_path / "x.lock", "convert", said.append):
+            said.append("mine")
+
+    with held(tmp_path / "x.lock", "convert", said.append):
+        thread = threading.Thread(target=second)
+        thread.start()
+        while not said:
+            time.sleep(0.01)
+    thread.join(timeout=10)
+    assert f"waiting for process {os.getpid()}, since " in said[0] and said[0].endswith("which is building convert")
+    assert said[1:] == ["mine"] and not (tmp_path / "x.holder.json").exists()
+
+
+def test_what_a_later_stage_lacks_is_said_before_the_first_starts(tmp_path: Path) -> None:
+    def lacks(config: Config, checkpoint: Path | None) -> None:
+        raise MissingToolError("third needs a GPU")
+
+    needy = STAGES | {"third": dataclasses.replace(STAGES["third"], requires=lacks)}
+    recorder, made = Recorder(), graph(tmp_path)
+    made.stages = needy
+    with pytest.raises(MissingToolError, match="third needs a GPU"):
+        made.build(["third"], recorder, PlainConsole())
+    assert recorder.runs == []
+    made.build(["second"], recorder, PlainConsole())
+    assert recorder.runs == ["first", "second"], "a stage that is not asked for needs nothing"
+
+
+def test_what_is_up_to_date_needs_no_tool(tmp_path: Path) -> None:
+    build(tmp_path)
+    made = graph(tmp_path)
+    made.stages = {name: dataclasses.replace(stage, requires=_never) for name, stage in STAGES.items()}
+    assert len(made.build(["third"], Recorder(), PlainConsole())) == 3
+
+
+def _never(config: Config, checkpoint: Path | None) -> None:
+    raise AssertionError
+
+
+def test_explain_goes_on_where_a_checkpoint_is_missing(tmp_path: Path) -> None:
+    made = graph(tmp_path)
+    made.stages = STAGES | {"first": dataclasses.replace(STAGES["first"], reads_checkpoint="all")}
+    reasons = {state.stage.name: state.reason for state in made.states(["third"])}
+    assert "waits for a checkpoint: model=tiny_r1 names none: give the folder" in reasons["first"]
+    assert "waits for first" in reasons["second"] and "waits for second" in reasons["third"]
+
+
+def test_only_an_engine_on_a_gpu_is_not_the_same_bytes_each_time() -> None:
+    engine = REAL_STAGES["engine"]
+    cuda = ["engine=torch", "engine.torch.device=cuda", "engine.torch.dtype=bfloat16"]
+    assert engine.determinism(load(["+hw=cpu"])) == "bitwise"
+    assert engine.determinism(load(["+hw=b200"])) == "bitwise"
+    assert engine.determinism(load(["+hw=h200", *cuda])) == "numeric"
+
+
+@pytest.mark.skipif(bool(compute_capabilities()), reason="there is a GPU")
+def test_a_cuda_engine_is_refused_before_anything_is_converted() -> None:
+    with pytest.raises(MissingToolError, match=r"engine\.torch\.device=cuda needs a GPU, and this machine offers none"):
+        REAL_STAGES["engine"].requires(load(["+hw=rtx_pro_6000"]), None)
+    REAL_STAGES["engine"].requires(load(["+hw=b200"]), None)
+
+
+def test_gc_keeps_what_is_used_and_the_newest(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    for isl in (5, 6, 7):
+        build(tmp_path, f"workload.isl={isl}")
+    build(tmp_path, "workload.isl=5")  # used last, though oldest
+    stopped = store.root / "work/second" / f"{'0' * 64}.12345678"
+    stopped.mkdir(parents=True)
+    (store.root / "logs").mkdir()
+    (store.root / "logs" / "first-000000000000.log").write_text("")
+    removals = collect(store, keep=1)
+    assert sorted(removal.path.parent.name for removal in removals) == ["first", "logs", "second", "second", "third"]
+    assert all(removal.path.exists() for removal in removals), "listing removes nothing"
+    for removal in removals:
+        remove(store, removal)
+    assert build(tmp_path, "workload.isl=7") == [] and build(tmp_path, "workload.isl=5") == []
+    assert collect(store, keep=1) == [] and not stopped.exists()
+    assert build(tmp_path, "workload.isl=6") == ["first", "second", "third"]
+
+
+def test_gc_keeps_an_attempt_that_can_go_on_and_waits_for_builds(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with store.attempt("convert", "a" * 64, resumable=True) as attempt:
+        (attempt.out / "part").write_text("1")
+        with pytest.raises(ConfigError, match=f"process {os.getpid()}, since .*is building convert"):
+            require_quiet(store)
+        assert collect(store, keep=0) == [], "somebody works there"
+    require_quiet(store)
+    assert collect(store, keep=1) == []
+    assert [removal.path for removal in collect(store, keep=0)] == [attempt.folder]
+
+
 def test_the_loser_of_a_race_discards_its_own(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    manifest = {"key": "k", "stage": "s", "parts": {}, "outputs": {}, "digest": ""}
+    manifest = {"schema": SCHEMA, "key": "k", "stage": "s", "parts": {}, "outputs": {}, "digest": ""}
     with store.attempt("s", "k", resumable=False) as mine:
         (mine.out / "a").write_text("mine")
         winner = tmp_path / "results/s/k"
         (winner / "out").mkdir(parents=True)
-        (winner / "manifest.json").write_text('{"key": "k", "stage": "s", "parts": {}, "outputs": {}}')
+        (winner / "manifest.json").write_text(json.dumps(manifest))
         assert store.publish(mine, manifest).folder == winner
     assert not (winner / "out/a").exists() and not mine.folder.exists()
 

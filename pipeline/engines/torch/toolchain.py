@@ -12,12 +12,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.core.errors import MissingToolError
+from pipeline.core.errors import ConfigError, MissingToolError
+from pipeline.engines.torch.gpu import compute_capabilities
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
+    from pipeline.core.stage import Determinism
 
-__all__ = ["INSTALL_CXX", "cpu_features", "cxx", "resolve_compiler", "toolchain"]
+__all__ = ["INSTALL_CXX", "cpu_features", "cxx", "determinism", "requires", "resolve_compiler", "toolchain"]
 
 INSTALL_CXX = "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++ (Fedora, RHEL)"
 CPU_FEATURES = (
@@ -38,6 +40,34 @@ def toolchain(config: Config) -> dict[str, str]:
     if compiler == "aoti":
         versions |= {"c++": cxx()[1], "cpu": " ".join(cpu_features())}
     return versions | {"compiler": compiler, "machine": platform.machine()}
+
+
+def requires(config: Config) -> None:
+    """Refuse device=cuda where no GPU can compile and run it: its grouped products need Hopper or newer, in bfloat16."""
+    assert config.engine.torch is not None
+    settings = config.engine.torch
+    if settings.device != "cuda":
+        return
+    if settings.dtype != "bfloat16":
+        raise ConfigError(f"engine.torch.dtype={settings.dtype} is not for device=cuda: set engine.torch.dtype=bfloat16.")
+    if not (found := compute_capabilities()):
+        raise MissingToolError(
+            "engine.torch.device=cuda needs a GPU, and this machine offers none: an engine is compiled on the kind of GPU that "
+            "runs it. Build it there, or set engine.torch.device=cpu engine.torch.dtype=float32; convert and verify need no GPU."
+        )
+    if (version := metadata.version("torch")).endswith("+cpu"):
+        raise MissingToolError(
+            f"torch {version} is built without CUDA: install a CUDA build of torch, or set engine.torch.device=cpu."
+        )
+    if max(found) < (9, 0):
+        major, minor = max(found)
+        raise ConfigError(f"The GPU is sm_{major}{minor}, below sm_90 of the engine's kernels: set engine.torch.device=cpu.")
+
+
+def determinism(config: Config) -> Determinism:
+    """On a GPU Inductor picks among kernels by timing them; on a CPU the same key gives the same bytes."""
+    assert config.engine.torch is not None
+    return "numeric" if config.engine.torch.device == "cuda" else "bitwise"
 
 
 def resolve_compiler(wanted: str) -> str:

@@ -7,14 +7,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
+    from pipeline.core.stage import Determinism
 
-__all__ = ["installed_version", "toolchain"]
+__all__ = ["determinism", "installed_version", "requires", "toolchain"]
 
 
 def toolchain(config: Config) -> dict[str, str]:
     """The version line that is written for, and the installed version, whose own check may refuse."""
     assert config.engine.trtllm is not None
     return {"tensorrt_llm": installed_version() or "not installed", "tensorrt_llm line": config.engine.trtllm.version}
+
+
+def requires(config: Config) -> None:
+    """Nothing: the bundle is written anywhere; without tensorrt_llm its arguments are not validated."""
+
+
+def determinism(config: Config) -> Determinism:
+    """Text and links to the checkpoint; the server chooses kernels, not this build."""
+    return "bitwise"
 
 
 def installed_version() -> str | None:
