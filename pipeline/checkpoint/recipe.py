@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,12 +95,11 @@ class Recipe:
         """Whether codes and scales are taken over, but named and packed by another layout."""
         return entry.quantised and entry.format is self.format_of(entry.place)
 
-    def relaid(self, entry: Entry) -> dict[str, Array]:
+    def completed(self, item: Format, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """The format's tensors of such a weight; an activation scale that the source lacks is the recipe's."""
-        tensors = entry.load()
-        if "input_scale" in {output.suffix for output in entry.format.outputs(entry.place.module, entry.shape)}:
-            tensors.setdefault("input_scale", np.array(self.input_scale, np.float32))
-        return tensors
+        if "input_scale" not in {output.suffix for output in item.outputs("", (128, 128))}:
+            return dict(tensors)
+        return {"input_scale": np.array(self.input_scale, np.float32)} | dict(tensors)
 
     def tables(self, entries: Iterable[Entry]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """What config.json (`quantization_config`) and hf_quant_config.json must say of what was written."""

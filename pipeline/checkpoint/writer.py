@@ -17,11 +17,13 @@ from typing import Self
 
 import numpy as np
 
+from pipeline.checkpoint.directio import write_all
 from pipeline.checkpoint.reader import DTYPES, TensorInfo
 from pipeline.core.errors import StageError
+from pipeline.core.jsonio import fsync_path
 from pipeline.formats.numerics import Array
 
-__all__ = ["ShardWriter", "TensorPlan", "fsync_dir", "lay_out"]
+__all__ = ["ShardWriter", "TensorPlan", "lay_out", "publish"]
 
 ALIGNMENT = 64
 
@@ -49,7 +51,7 @@ class ShardWriter:
             raise StageError(
                 f"{name} was planned as {info.dtype}{list(info.shape)}, but came as {array.dtype}{list(array.shape)}."
             )
-        _pwrite(self._fd, memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)), info.start)
+        write_all(self._fd, memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)), info.start)
         self._left.discard(name)
 
     def __enter__(self) -> Self:
@@ -58,30 +60,29 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None and self._left:
-                raise StageError(f"{self.path.name} lacks {len(self._left)} tensors, {min(self._left)} among them.")
-            if kind is None:
-                os.fsync(self._fd)
-        except BaseException:
-            kind = StageError
-            raise
-        finally:
-            os.close(self._fd)
-            if kind is not None:
-                self.part.unlink(missing_ok=True)
+        if kind is None and self._left:
+            error = StageError(f"{self.path.name} lacks {len(self._left)} tensors, {min(self._left)} among them.")
+        if error is None:
+            publish(self._fd, self.part, self.path)
+            return
+        os.close(self._fd)
+        self.part.unlink(missing_ok=True)
         if kind is None:
-            os.replace(self.part, self.path)
-            fsync_dir(self.path.parent)
+            raise error
 
 
-def fsync_dir(folder: Path) -> None:
-    """Make renames inside `folder` durable."""
-    fd = os.open(folder, os.O_RDONLY)
+def publish(descriptor: int, part: Path, path: Path) -> None:
+    """Make a finished file durable, then visible; it is closed, and removed if that fails."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(part, path)
+        fsync_path(path.parent)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def lay_out(file: Path, plan: Iterable[TensorPlan]) -> tuple[bytes, dict[str, TensorInfo]]:
@@ -99,10 +100,3 @@ def lay_out(file: Path, plan: Iterable[TensorPlan]) -> tuple[bytes, dict[str, Te
     base = 8 + len(text)
     infos = {name: TensorInfo(name, dtype, shape, file, base + a, base + b) for name, dtype, shape, a, b in places}
     return struct.pack("<Q", len(text)) + text, infos
-
-
-def _pwrite(fd: int, data: memoryview, offset: int) -> None:
-    """All of `data`, however little the kernel takes at a time (2 GiB at most)."""
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written

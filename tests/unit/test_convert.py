@@ -286,7 +286,7 @@ class TestResume:
         )
         assert done.returncode == -9
         out = tmp_path / "cut" / "out"
-        assert list(out.glob(".convert/.*.part")) and not (out / "config.json").exists()
+        assert list((tmp_path / "cut" / "state").rglob("*.part")) and not (out / "config.json").exists()
         clean = contents(convert(random_source, tmp_path / "clean", recipe("nvfp4")))
         for file in out.glob("*.safetensors"):
             assert file.read_bytes() == clean[file.name]
@@ -361,7 +361,7 @@ class TestRefusals:
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    """The largest parameter is 1 MiB in float32; a checkpoint of three times the layers takes no more."""
+    """Of three times the layers only the names take more; a shard of weights would be 5 MB."""
     peaks = []
     for layers in (2, 6):
         source = random_checkpoint.write(tmp_path / f"s{layers}", {"num_hidden_layers": layers})
@@ -369,4 +369,4 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         convert(source, tmp_path / f"w{layers}", recipe("nvfp4"))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < 1.5 * peaks[0] and peaks[1] < 16e6
+    assert peaks[1] < peaks[0] + 3e6 and peaks[1] < 16e6
