@@ -176,6 +176,8 @@ class SloConfig:
     """Time to first token, in milliseconds."""
     tpot_ms: float | None = limited(None, above=0, hint="null is no limit")
     """Time per output token, in milliseconds."""
+    tokens_per_gpu: float | None = limited(None, above=0, hint="null is no limit")
+    """Least output tokens a second and GPU."""
 
 
 @dataclass(slots=True, kw_only=True)
