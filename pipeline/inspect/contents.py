@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -13,14 +14,16 @@ import numpy as np
 
 from pipeline.checkpoint.layout import Place, classify
 from pipeline.checkpoint.problems import Problem
-from pipeline.checkpoint.reader import TensorInfo
-from pipeline.checkpoint.source import read_stored
+from pipeline.checkpoint.reader import TensorInfo, read_header
+from pipeline.checkpoint.source import INDEX, Stored, read_stored
 from pipeline.core.errors import ConfigError
 from pipeline.inspect.recognise import PLAIN, UNKNOWN, recognise
 
-__all__ = ["SCALARS", "Contents", "Module"]
+__all__ = ["SCALARS", "Contents", "Module", "table_of", "whole"]
 
-SCALARS = frozenset({"weight_scale_2", "weight_scale", "input_scale", "weight_global_scale", "input_global_scale"})
+SCALARS = frozenset(
+    {"weight_scale_2", "weight_scale", "input_scale", "weight_global_scale", "input_global_scale", "k_scale", "v_scale"}
+)
 
 NO_LAYERS = 10**9
 """Stands for the number of layers where config.json does not tell it: no layer counts as MTP then."""
@@ -90,14 +93,30 @@ class Contents:
         if not config:
             text = f"{folder} has no config.json: loaders cannot tell the architecture, and layers after the last not MTP."
             problems.append(Problem("no config", "", text))
-        stored = read_stored(folder, problems.append)
-        modules = _modules(stored.tensors, int(config.get("num_hidden_layers") or NO_LAYERS))
+        stored = _stored(folder, problems)
+        modules = _modules(stored.tensors, whole(config, "num_hidden_layers") or NO_LAYERS)
         return cls(folder, config, quantisation, stored.shards, stored.tensors, stored.lost, modules, tuple(problems))
+
+    @classmethod
+    def without_weights(cls, folder: Path, reason: str) -> Contents:
+        """Of a folder in which `open` found no weights."""
+        problem = Problem("no weights", "", reason)
+        return cls(folder, _table(folder / "config.json", []) or {}, None, (), {}, frozenset(), {}, (problem,))
 
     @property
     def num_bytes(self) -> int:
         """Of all tensors."""
         return sum(info.num_bytes for info in self.tensors.values())
+
+    @property
+    def num_layers(self) -> int:
+        """Of the main model; 0 where config.json does not tell."""
+        return whole(self.config, "num_hidden_layers")
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Those that config.json announces."""
+        return whole(self.config, "num_nextn_predict_layers")
 
     @cached_property
     def mtp_layers(self) -> list[int]:
@@ -111,7 +130,7 @@ class Contents:
         for module in self.modules.values():
             for leaf in sorted(SCALARS & module.tensors.keys()):
                 info = module.tensors[leaf]
-                if info.dtype == "F32" and prod(info.shape) == 1:
+                if info.dtype == "F32" and prod(info.shape) == 1 and len(info.shape) <= 1:
                     by_file.setdefault(info.file, []).append(info)
         values: dict[str, float] = {}
         for file, infos in by_file.items():
@@ -119,6 +138,47 @@ class Contents:
             there = (info for info in infos if info.stop <= raw.size)
             values |= {info.name: float(raw[info.start : info.stop].view("<f4")[0]) for info in there}
         return values
+
+
+def whole(table: dict[str, Any], key: str) -> int:
+    """A count of a config; 0 where it is absent or no count."""
+    value = table.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+
+
+def table_of(value: Any) -> dict[str, Any]:
+    """A table of a config; an empty one where it is absent or none."""
+    return value if isinstance(value, dict) else {}
+
+
+def _stored(folder: Path, problems: list[Problem]) -> Stored:
+    """By the index; where that cannot be read, everything that lies there."""
+    try:
+        return _with_unlisted(read_stored(folder, problems.append), problems)
+    except ConfigError as error:
+        files = tuple(sorted(folder.glob("*.safetensors")))
+        if not (folder / INDEX).is_file() or not files:
+            raise
+        problems.append(Problem("unreadable index", "", str(error)))
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        try:
+            tensors |= read_header(file, problems.append)
+        except ConfigError as error:
+            problems.append(Problem("unreadable file", "", str(error)))
+    return Stored(files, tensors, frozenset())
+
+
+def _with_unlisted(stored: Stored, problems: list[Problem]) -> Stored:
+    """What the shards hold and the index forgets is looked at as well, or each scale of it would look lost."""
+    unlisted = {problem.tensor for problem in problems if problem.kind == "tensor without index"}
+    if not unlisted:
+        return stored
+    tensors = dict(stored.tensors)
+    for file in stored.shards:
+        with suppress(ConfigError):
+            tensors |= {name: info for name, info in read_header(file, lambda problem: None).items() if name in unlisted}
+    return replace(stored, tensors=tensors)
 
 
 def _modules(tensors: dict[str, TensorInfo], num_hidden_layers: int) -> dict[str, Module]:
@@ -135,7 +195,11 @@ def _table(file: Path, problems: list[Problem]) -> dict[str, Any] | None:
         return None
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(Problem("unreadable config", "", f"{file} cannot be read as JSON ({error}): loaders stop at it."))
         return None
-    return table if isinstance(table, dict) else None
+    if not isinstance(table, dict):
+        text = f"{file} holds no JSON table, but {type(table).__name__}: loaders stop at it."
+        problems.append(Problem("unreadable config", "", text))
+        return None
+    return table

@@ -12,8 +12,7 @@ from pipeline.checkpoint.layout import CLASSES
 from pipeline.checkpoint.problems import Problem, sentences
 from pipeline.checkpoint.reader import TensorInfo, uncollected
 from pipeline.inspect.contents import Contents
-from pipeline.inspect.declared import config_oddities, declarations
-from pipeline.inspect.oddities import tensor_oddities
+from pipeline.inspect.declared import declarations
 from pipeline.inspect.ranks import RankOptions, rank_bytes
 
 __all__ = ["Inspection", "inspect"]
@@ -78,7 +77,7 @@ class Inspection:
             "bytes": contents.num_bytes,
             "rows": self.rows(),
             "declared": {item.file: {"algorithm": item.algorithm, "kv_cache": item.kv_cache} for item in declarations(contents)},
-            "mtp": {"announced": int(contents.config.get("num_nextn_predict_layers") or 0), "stored": contents.mtp_layers},
+            "mtp": {"announced": contents.num_mtp_layers, "stored": contents.mtp_layers},
             "tied": bool(contents.config.get("tie_word_embeddings")),
             "copies": self.copies,
             "rank": {"tp": layout.tp, "ep": layout.ep, "attention_dp": layout.attention_dp} if layout else None,
@@ -107,15 +106,16 @@ class Inspection:
         if stored:
             size = sum(module.num_bytes for module in self.contents.modules.values() if module.place.kind == "mtp")
             return f"layer {', '.join(map(str, stored))}, {size_of(size)}"
-        return "dropped" if self.contents.config.get("num_nextn_predict_layers") else "none"
+        return "dropped" if self.contents.num_mtp_layers else "none"
 
 
 @uncollected()
 def inspect(folder: Path, options: RankOptions | None = None) -> Inspection:
     """Look at a checkpoint folder."""
     contents = Contents.open(folder)
-    oddities = (*tensor_oddities(contents), *config_oddities(contents))
-    return Inspection(contents, oddities, dict(_copies(contents)), options)
+    from pipeline.verify.invariants import problems  # it looks at contents as well
+
+    return Inspection(contents, tuple(problems(contents)), dict(_copies(contents)), options)
 
 
 def _copies(contents: Contents) -> Iterator[tuple[str, str]]:

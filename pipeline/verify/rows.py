@@ -17,7 +17,7 @@ from pipeline.checkpoint.source import Entry
 from pipeline.core.errors import ConfigError
 from pipeline.formats.numerics import Array
 
-__all__ = ["PIECE_ELEMENTS", "Scales", "read_rows", "row_pieces"]
+__all__ = ["PIECE_ELEMENTS", "Scales", "read_range", "read_rows", "row_pieces"]
 
 PIECE_ELEMENTS = 1 << 22
 """Most weights of one range, where 128 rows do not hold more."""
@@ -26,10 +26,12 @@ _WHOLE = frozenset({"pre_quant_scale"})
 """Runs along K."""
 
 
-def row_pieces(shape: tuple[int, ...]) -> list[slice]:
-    """Ranges of rows that cover a weight of `shape`; one element counts as a row of its own in a vector."""
-    rows = shape[0] if shape else 1
-    fit = max(1, PIECE_ELEMENTS // max(1, prod(shape[1:])) // BLOCK) * BLOCK
+def row_pieces(entry: Entry) -> list[slice]:
+    """Ranges of rows that cover a weight; a vector, and what must be unpacked as a whole, are one range."""
+    rows = entry.shape[0] if entry.shape else 1
+    if len(entry.shape) < 2 or not _stored_as_meant(entry):
+        return [slice(0, rows)]
+    fit = max(1, PIECE_ELEMENTS // max(1, prod(entry.shape[1:])) // BLOCK) * BLOCK
     return [slice(start, min(start + fit, rows)) for start in range(0, max(1, rows), fit)]
 
 
@@ -84,13 +86,19 @@ def _stored_rows(role: str, shape: tuple[int, ...], rows: slice, num_rows: int) 
     return slice(rows.start // each, -(-rows.stop // each))
 
 
-def _read(info: TensorInfo, rows: slice | None) -> Array:
-    """Rows of one tensor, or all of it, in a new buffer."""
-    shape = info.shape if rows is None else (rows.stop - rows.start, *info.shape[1:])
-    stride = prod(info.shape[1:]) * DTYPES[info.dtype].itemsize
+def read_range(info: TensorInfo, offset: int, shape: tuple[int, ...]) -> Array:
+    """An array of `shape` from byte `offset` of the tensor's file, in a new buffer."""
     buffer = np.empty(prod(shape) * DTYPES[info.dtype].itemsize, np.uint8)
-    _read_into(info, memoryview(buffer), info.start + (rows.start * stride if rows else 0))
+    _read_into(info, memoryview(buffer), offset)
     return buffer.view(DTYPES[info.dtype]).reshape(shape)
+
+
+def _read(info: TensorInfo, rows: slice | None) -> Array:
+    """Rows of one tensor, or all of it."""
+    if rows is None:
+        return read_range(info, info.start, info.shape)
+    stride = prod(info.shape[1:]) * DTYPES[info.dtype].itemsize
+    return read_range(info, info.start + rows.start * stride, (rows.stop - rows.start, *info.shape[1:]))
 
 
 def _read_into(info: TensorInfo, buffer: memoryview, offset: int) -> None:

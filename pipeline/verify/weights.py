@@ -2,7 +2,7 @@
 
 SQNR is 10 log10(sum w^2 / sum (w' - w)^2), with w the source's float32 weight and w' the converted one. For weights
 near normal, NVFP4 gives about 20.5 dB, FP8 about 31.5; a global scale that is wrong by 1.25x leaves 11.5. Results are
-the same for any number of threads: ranges are added in order.
+the same for any number of threads, and with or without the compiled kernels.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import groupby
 from math import isfinite, log10, prod
-from operator import add
 from typing import TypeVar
 
 from pipeline.checkpoint.source import Checkpoint, Entry
+from pipeline.formats.row_errors import RowErrors
 from pipeline.verify.rows import Scales, row_pieces
-from pipeline.verify.sums import Sums, measure
+from pipeline.verify.sums import Piece, join, measure
 
-__all__ = ["FLOOR_DB", "TensorError", "compare_weights", "differing_pairs", "num_threads"]
+__all__ = ["FLOOR_DB", "TensorError", "compare_weights", "differing_pairs", "in_order", "num_threads"]
 
 FLOOR_DB = -300.0
 """Reported where the ratio has no finite logarithm: NaN or infinity in the converted weight, or a source of zeros."""
@@ -64,8 +63,8 @@ class TensorError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """One unit of work."""
+class _Task:
+    """One range of rows of one parameter."""
 
     origin: Entry
     entry: Entry
@@ -83,12 +82,12 @@ def compare_weights(
 ) -> Iterator[tuple[TensorError, int]]:
     """Each entry's errors with the bytes that were read for it, in order; those that the source lacks are left out."""
     pairs = ((source.entries[entry.name], entry) for entry in entries if _comparable(source, entry))
-    pieces = (piece for origin, entry in pairs for piece in _pieces(origin, entry))
-    results = _in_order(_measure, pieces, threads or num_threads())
+    tasks = (task for origin, entry in pairs for task in _tasks(origin, entry))
+    results = in_order(_measure, tasks, threads or num_threads())
     for _, group in groupby(results, key=lambda result: result[0].entry.name):
         measured = list(group)
         origin, entry = measured[0][0].origin, measured[0][0].entry
-        yield _error(origin, entry, _total(measured)), origin.num_bytes + entry.num_bytes
+        yield _error(origin, entry, measured), origin.num_bytes + entry.num_bytes
 
 
 def differing_pairs(converted: Checkpoint) -> list[str]:
@@ -100,7 +99,7 @@ def _comparable(source: Checkpoint, entry: Entry) -> bool:
     return entry.name in source.entries and source.entries[entry.name].shape == entry.shape
 
 
-def _pieces(origin: Entry, entry: Entry) -> list[_Piece]:
+def _tasks(origin: Entry, entry: Entry) -> list[_Task]:
     found: list[float] = []
 
     def limit() -> float:
@@ -109,40 +108,40 @@ def _pieces(origin: Entry, entry: Entry) -> list[_Piece]:
             found.append(entry.format.limit(Scales(entry)) if entry.quantised else float("inf"))
         return found[0]
 
-    return [_Piece(origin, entry, rows, limit) for rows in row_pieces(entry.shape)]
+    return [_Task(origin, entry, rows, limit) for rows in row_pieces(entry)]
 
 
-def _measure(piece: _Piece) -> tuple[_Piece, Sums]:
-    return piece, measure(piece.origin, piece.entry, piece.rows, piece.limit())
+def _measure(task: _Task) -> tuple[_Task, Piece]:
+    return task, measure(task.origin, task.entry, task.rows, task.limit())
 
 
-def _total(measured: list[tuple[_Piece, Sums]]) -> Sums:
-    """The sum over all ranges. Where only some are the source's bytes, those are decoded after all, for the signal."""
-    if all(sums.same for _, sums in measured):
-        return replace(reduce(add, (sums for _, sums in measured)), same=True)
-    whole = (
-        measure(piece.origin, piece.entry, piece.rows, piece.limit(), shortcut=False) if sums.same else sums
-        for piece, sums in measured
-    )
-    return reduce(add, whole)
-
-
-def _error(origin: Entry, entry: Entry, sums: Sums) -> TensorError:
+def _error(origin: Entry, entry: Entry, measured: list[tuple[_Task, Piece]]) -> TensorError:
     elements = prod(entry.shape)
+    faults = sorted(frozenset().union(*(piece.faults for _, piece in measured)))
     exact = TensorError(
         entry.name, entry.place.kind, entry.place.layer, origin.format.name, entry.format.name, elements,
-        0.0, None, 0.0, 0.0, tuple(sorted(sums.faults)),
+        0.0, None, 0.0, 0.0, tuple(faults),
     )  # fmt: skip
-    if sums.same:
+    if all(piece.errors is None for _, piece in measured):
         return exact
-    clipped = round(sums.clipped / max(1, elements), 6)
-    if not isfinite(sums.noise):
+    signal, noise, max_abs, num_clipped = join(_all_rows(measured)).totals()
+    clipped = round(num_clipped / max(1, elements), 6)
+    if not isfinite(noise):
         return replace(exact, relative_l2=None, sqnr_db=FLOOR_DB, max_abs=None, clipped=clipped)
-    relative = (sums.noise / sums.signal) ** 0.5 if sums.signal else None
+    relative = (noise / signal) ** 0.5 if signal else None if noise else 0.0
     return replace(
-        exact, relative_l2=_significant(relative), sqnr_db=_decibel(sums.signal, sums.noise),
-        max_abs=_significant(sums.max_abs), clipped=clipped,
+        exact, relative_l2=_significant(relative), sqnr_db=_decibel(signal, noise), max_abs=_significant(max_abs),
+        clipped=clipped,
     )  # fmt: skip
+
+
+def _all_rows(measured: list[tuple[_Task, Piece]]) -> Iterator[RowErrors]:
+    """Where only some ranges hold the source's bytes, those are decoded after all, for their signal."""
+    for task, piece in measured:
+        if piece.errors is None:
+            piece = measure(task.origin, task.entry, task.rows, task.limit(), shortcut=False)
+        if piece.errors is not None:
+            yield piece.errors
 
 
 def _decibel(signal: float, noise: float) -> float | None:
@@ -155,7 +154,7 @@ def _significant(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
     """`map` over a pool that takes new items only as results are taken."""
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(threads) as pool:

@@ -225,71 +225,71 @@ UP = "model.layers.1.mlp.experts.0.up_proj"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 Q_A = "model.layers.0.self_attn.q_a_proj"
 BLOCK_FAULTS: dict[str, tuple[Damage, str, str, str]] = {
-    "no scale": (drop(f"{UP}.weight_scale_inv"), "missing scale", f"{UP}.weight", "codes for weights"),
-    "no weight": (drop(f"{UP}.weight"), "orphan scale", f"{UP}.weight_scale_inv", "no weight beside it"),
-    "no layer": (drop(f"{UP}.weight", f"{UP}.weight_scale_inv"), "missing parameter", f"{UP}.weight", "loaders stop"),
-    "bias in bf16": (put(BIAS, ("BF16", np.zeros(4, BF16))), "type of a router's bias", BIAS, "which experts are chosen"),
+    "no scale": (drop(f"{UP}.weight_scale_inv"), "missing-scale", f"{UP}.weight", "codes for weights"),
+    "no weight": (drop(f"{UP}.weight"), "orphan-scale", f"{UP}.weight_scale_inv", "no weight beside it"),
+    "no layer": (drop(f"{UP}.weight", f"{UP}.weight_scale_inv"), "missing-parameter", f"{UP}.weight", "loaders stop"),
+    "bias in bf16": (put(BIAS, ("BF16", np.zeros(4, BF16))), "router-bias-type", BIAS, "which experts are chosen"),
     "scale shape": (
-        put(f"{UP}.weight_scale_inv", tensor("F32", (1, 1))), "shape of a scale", f"{UP}.weight_scale_inv", "needs [1, 2]",
+        put(f"{UP}.weight_scale_inv", tensor("F32", (1, 1))), "shape-of-a-scale", f"{UP}.weight_scale_inv", "needs [1, 2]",
     ),
     "shape": (put("lm_head.weight", tensor("BF16", (8, 256))), "shape", "lm_head.weight", "config.json means [1024, 256]"),
-    "unknown": (put("lm_head.weight", tensor("U8", (1024, 256))), "missing scale", "lm_head.weight", "without a scale"),
+    "unknown": (put("lm_head.weight", tensor("U8", (1024, 256))), "missing-scale", "lm_head.weight", "without a scale"),
     "ghost": (
         lambda folder: edit_index(folder, lambda table: table.update(ghost="model-00001-of-00004.safetensors")),
-        "index without tensor", "ghost", "does not hold it",
+        "index-without-tensor", "ghost", "does not hold it",
     ),
     "unlisted": (
         lambda folder: edit_index(folder, lambda table: table.pop("model.norm.weight")),
-        "tensor without index", "model.norm.weight", "index and shard disagree",
+        "tensor-without-index", "model.norm.weight", "index and shard disagree",
     ),
     "spare file": (
         lambda folder: shutil.copy(folder / "model-00001-of-00004.safetensors", folder / "old.safetensors") and None,
-        "file without index", "", "old.safetensors lies beside the index",
+        "file-without-index", "", "old.safetensors lies beside the index",
     ),
     "undeclared": (
         lambda folder: edit_json(folder / "config.json", quantization_config=None),
-        "not declared", "", "take the checkpoint for BF16",
+        "not-declared", "", "take the checkpoint for BF16",
     ),
     "tied": (
-        lambda folder: edit_json(folder / "config.json", tie_word_embeddings=True), "tied head", "lm_head.weight", "ties it",
+        lambda folder: edit_json(folder / "config.json", tie_word_embeddings=True), "tied-head", "lm_head.weight", "ties it",
     ),
-    "MTP dropped": (drop_mtp, "MTP dropped", "model.layers.2", "no speculative decoding"),
-    "MTP not announced": (
+    "MTP dropped": (drop_mtp, "mtp-dropped", "model.layers.2", "no speculative decoding"),
+    "mtp-not-announced": (
         lambda folder: edit_json(folder / "config.json", num_nextn_predict_layers=0),
-        "MTP not announced", "model.layers.2", "no loader",
+        "mtp-not-announced", "model.layers.2", "no loader",
     ),
-    "formats of a pair": (
+    "formats-of-a-pair": (
         lambda folder: replace_tensors(folder, {f"{Q_A}.weight": tensor("BF16", (128, 256)), f"{Q_A}.weight_scale_inv": None}),
-        "formats of a pair", "", "run the two as one matrix",
+        "formats-of-a-pair", "", "run the two as one matrix",
     ),
 }  # fmt: skip
 FOUR_FAULTS: dict[str, tuple[Damage, str, str, str]] = {
-    "pair": (put(f"{UP}.weight_scale_2", ("F32", np.array(3e-4, np.float32))), "scales of a pair", "", "off by a factor of"),
-    "zero scale": (put(f"{UP}.input_scale", ("F32", np.array(0, np.float32))), "unusable scale", f"{UP}.input_scale", "NaN or 0"),
-    "no input_scale": (drop(f"{UP}.input_scale"), "missing input_scale", f"{UP}.input_scale", "fill in 0"),
+    "pair": (put(f"{UP}.weight_scale_2", ("F32", np.array(3e-4, np.float32))), "scales-of-a-pair", "", "off by a factor of"),
+    "zero scale": (put(f"{UP}.input_scale", ("F32", np.array(0, np.float32))), "unusable-scale", f"{UP}.input_scale", "NaN or 0"),
+    "no input_scale": (drop(f"{UP}.input_scale"), "missing-input-scale", f"{UP}.input_scale", "fill in 0"),
     "algorithm": (
         lambda folder: edit_modelopt(folder, quant_algo="FP8"),
-        "configs disagree on algorithm", "", "config.json says algorithm NVFP4",
+        "configs-disagree-on-algorithm", "", "config.json says algorithm NVFP4",
     ),
-    "declared otherwise": (
-        lambda folder: edit_modelopt(folder, quant_algo="FP8"), "declared otherwise", "", "says FP8, the tensors show",
+    "declared-otherwise": (
+        lambda folder: edit_modelopt(folder, quant_algo="FP8"), "declared-otherwise", "", "says FP8, the tensors show",
     ),
-    "kv": (lambda folder: edit_modelopt(folder, kv_cache_quant_algo=None), "configs disagree on KV cache", "", "FP8"),
+    "kv": (lambda folder: edit_modelopt(folder, kv_cache_quant_algo=None), "configs-disagree-on-kv-cache", "", "FP8"),
     "leftover fp8 config": (
         lambda folder: edit_json(folder / "config.json", quantization_config=dict(BLOCK_CONFIG)),
-        "configs disagree on algorithm", "", "config.json says algorithm FP8_BLOCK_SCALES, hf_quant_config.json NVFP4",
+        "configs-disagree-on-algorithm", "", "config.json says algorithm FP8_BLOCK_SCALES, hf_quant_config.json NVFP4",
     ),
     "pattern": (
         lambda folder: edit_modelopt(folder, exclude_modules=["lm_headd", "model.layers.*self_attn*", "model.layers.2*"]),
-        "pattern without a module", "lm_headd", "matches no module",
+        "pattern-without-a-module", "lm_headd", "matches no module",
     ),
     "not excluded": (
         lambda folder: edit_modelopt(folder, exclude_modules=["model.layers.0.self_attn*", "model.layers.2*"]),
-        "plain but not excluded", "model.layers.1.self_attn.q_a_proj", "build it quantised",
+        "plain-but-not-excluded", "model.layers.1.self_attn.q_a_proj", "build it quantised",
     ),
     "excluded": (
         lambda folder: edit_modelopt(folder, exclude_modules=[r"re:.*\.self_attn\..*", "model.layers.2*", UP]),
-        "excluded but quantised", UP, "read codes",
+        "excluded-but-quantised", UP, "read codes",
     ),
     "width": (
         lambda folder: replace_tensors(folder, {f"{UP}.weight": tensor("BF16", (128, 250)), **dict.fromkeys(
@@ -321,21 +321,21 @@ class TestOddities:
     def test_a_dropped_mtp_layer_is_one_oddity(self, blocks: Path) -> None:
         drop_mtp(blocks)
         found = inspect(blocks)
-        assert faults(found) == [("MTP dropped", "model.layers.2")] and "MTP: dropped" in found.lines()
+        assert faults(found) == [("mtp-dropped", "model.layers.2")] and "MTP: dropped" in found.lines()
 
     def test_an_unreadable_shard_is_one_oddity(self, blocks: Path) -> None:
         (blocks / "model-00002-of-00004.safetensors").write_bytes(b"cut")
-        assert faults(inspect(blocks)) == [("unreadable file", "")]
+        assert faults(inspect(blocks)) == [("unreadable-file", "")]
 
     def test_many_are_counted(self, blocks: Path) -> None:
         scales = [name for name in Checkpoint.open(blocks).tensors if name.endswith("up_proj.weight_scale_inv")]
         replace_tensors(blocks, dict.fromkeys(scales))
-        lines = [line for line in inspect(blocks).lines() if "without a scale" in line or "more like it (missing scale)" in line]
+        lines = [line for line in inspect(blocks).lines() if "without a scale" in line or "more like it (missing-scale)" in line]
         assert len(lines) == 6 and f"and {len(scales) - 5} more" in lines[-1]
 
     def test_partial_blocks_are_only_noted(self, source: Path) -> None:
         found = inspect(source)
-        assert faults(found) == [] and "192 x 256: the last block of 192 covers 64" in text_of(found, "partial block")
+        assert faults(found) == [] and "192 x 256: the last block of 192 covers 64" in text_of(found, "partial-block")
 
 
 def test_it_takes_about_a_second(tmp_path: Path) -> None:

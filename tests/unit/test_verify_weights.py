@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from pipeline.checkpoint import Checkpoint
-from pipeline.checkpoint.source import Entry
 from pipeline.config.schema import ALARM_SQNR_DB, MIN_SQNR_DB, VerifyConfig
 from pipeline.formats import FORMATS
 from pipeline.verify import rows as rows_module
@@ -53,8 +52,9 @@ def error(name: str, sqnr: float | None, layer: int | None = 1, *, relative: flo
 
 class TestRows:
     @pytest.mark.parametrize("shape", [(), (7,), (576, 7168), (1, 3), (129280, 7168), (5, 4, 3), (0, 4)])
-    def test_pieces_cover_every_row_once(self, shape: tuple[int, ...]) -> None:
-        pieces = row_pieces(shape)
+    def test_pieces_cover_every_row_once(self, shape: tuple[int, ...], nvfp4: Path) -> None:
+        norm = Checkpoint.open(nvfp4).entries["model.norm.weight"]
+        pieces = row_pieces(replace(norm, shape=shape, tensors={"weight": replace(norm.main, shape=shape)}))
         covered = [row for piece in pieces for row in range(piece.start, piece.stop)]
         assert covered == list(range(shape[0] if shape else 1))
         assert all(piece.start % 128 == 0 for piece in pieces)
@@ -103,24 +103,23 @@ class TestSums:
         assert found.sqnr_db == round(10 * np.log10((want**2).sum() / ((got - want) ** 2).sum()), 2)
         assert found.limit_key == "kept" and next(below(MIN_SQNR_DB, [found]))[0] == "kept"
 
-    def test_memory_does_not_grow_with_the_tensor(self, tmp_path: Path) -> None:
+    def test_memory_does_not_grow_with_the_tensor(self, source: Path, tmp_path: Path) -> None:
         """Two weights of 400 MB, sparse on disk, compared in a process whose peak is measured."""
         code = f"""
 import resource, sys
+from dataclasses import replace
 from pathlib import Path
-from pipeline.checkpoint.layout import Place
-from pipeline.checkpoint.source import Entry
-from pipeline.checkpoint.reader import TensorInfo
-from pipeline.formats import FORMATS
-from pipeline.verify.weights import compare_weights
 from types import SimpleNamespace
+from pipeline.checkpoint import Checkpoint
+from pipeline.verify.weights import compare_weights
 shape, name = (25_600, 8192), "lm_head.weight"
+head = Checkpoint.open(Path({str(source)!r})).entries[name]
 def entry(file):
     path = Path({str(tmp_path)!r}) / file
     with path.open("wb") as stream:
         stream.truncate(2 * shape[0] * shape[1])
-    return Entry(name, Place("lm_head", "lm_head", None, False, None), FORMATS["bf16"], shape,
-                 {{"weight": TensorInfo(name, "BF16", shape, path, 0, 2 * shape[0] * shape[1])}})
+    info = replace(head.main, shape=shape, file=path, start=0, stop=2 * shape[0] * shape[1])
+    return replace(head, shape=shape, tensors={{"weight": info}})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 [(error, _)] = compare_weights(SimpleNamespace(entries={{name: entry("a")}}), [entry("b")], threads=2)
 assert error.sqnr_db is None and error.elements == shape[0] * shape[1]
@@ -214,5 +213,5 @@ class TestHeatmap:
 def test_a_shape_of_another_model_is_not_compared(source: Path, nvfp4: Path) -> None:
     before, after = Checkpoint.open(source), Checkpoint.open(nvfp4)
     entry = after.entries[UP]
-    odd = Entry("ghost.weight", entry.place, entry.format, entry.shape, entry.tensors)
+    odd = replace(entry, name="ghost.weight")
     assert list(compare_weights(before, [odd, replace(entry, shape=(1, 2))])) == []
