@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pipeline.config.schema import Config, HwConfig, TrtllmEngineConfig
+from pipeline.engines.trtllm.versions import known_lines, version_line
 from pipeline.models.arch import Arch
 from pipeline.planner.params import LINEAR_CLASSES
 
@@ -42,6 +43,14 @@ class Case:
         """The section of TensorRT-LLM; only to be asked for where it is the engine."""
         assert self.config.engine.trtllm is not None
         return self.config.engine.trtllm
+
+    @property
+    def balanced(self) -> bool:
+        """Whether this version line balances attention-DP ranks."""
+        lines = known_lines()
+        return not any(self.trtllm.version.startswith(line) for line in lines) or (
+            "attention_dp_config" in version_line(self.trtllm.version).fields
+        )
 
     @property
     def kv_format(self) -> str:

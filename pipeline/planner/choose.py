@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.planner.case import Case
-from pipeline.planner.memory import RankMemory, block_of, memory_of, tokens_per_block
-from pipeline.planner.setup import Layout, Setup
+from pipeline.planner.memory import RankMemory, memory_of, tokens_per_block
+from pipeline.planner.setup import Layout, Setup, divides
 
-__all__ = ["Choice", "Decision", "choose", "gpu_counts", "size", "splits"]
+__all__ = ["Choice", "Decision", "choose", "gpu_counts", "size"]
 
 RECIPES = "NVIDIA/TensorRT-LLM examples/configs"
 
@@ -61,7 +61,6 @@ class Choice:
     """A layout with the limits of one rank and the memory they take."""
 
     setup: Setup
-    max_seq_len: int
     memory: RankMemory
     """Of the rank with the least room (pipeline stages differ)."""
     sequences: int
@@ -115,7 +114,6 @@ def size(case: Case, layout: Layout) -> Choice:
         batch = _even(max(1, min(sequences, batch - 1)))
     return Choice(
         setup=setup,
-        max_seq_len=min(case.isl + case.osl + MARGIN_TOKENS, case.arch.max_position_embeddings),
         memory=memory,
         sequences=sequences,
         decisions=(mtp, moe, *_limits(case, layout, batch, tokens)),
@@ -127,30 +125,15 @@ def gpu_counts(limit: int) -> list[int]:
     return [2**power for power in range(limit.bit_length()) if 2**power <= limit]
 
 
-def splits(case: Case, layout: Layout) -> bool:
-    """Whether heads, experts and scale blocks divide evenly."""
-    arch = case.arch
-    if layout.tp % layout.ep or arch.n_routed_experts % layout.ep:
-        return False
-    experts = arch.moe_intermediate_size % (layout.moe_tp * block_of(case.expert_format)) == 0
-    return experts and (layout.attention_dp or _attention_splits(case, layout.tp))
-
-
-def _attention_splits(case: Case, tp: int) -> bool:
-    arch = case.arch
-    heads = arch.num_attention_heads
-    widths = {"attention": heads * arch.qk_head_dim, "o_proj": heads * arch.v_head_dim}
-    whole = all(width % (tp * block_of(case.formats[cls])) == 0 for cls, width in widths.items())
-    return heads % tp == 0 and (tp == 1 or whole)
-
-
 def _candidates(case: Case, prefer_adp: bool) -> list[Layout]:
     """Layouts in order of preference; what the configuration fixes is fixed."""
     asked = case.config.parallel
-    counts = [asked.tp] if asked.tp else gpu_counts(case.hw.num_devices * case.hw.num_nodes // asked.pp)[::-1]
+    counts = [asked.tp] if asked.tp else gpu_counts(max(1, case.hw.num_devices * case.hw.num_nodes // asked.pp))[::-1]
     modes = [asked.attention_dp] if asked.attention_dp is not None else [prefer_adp, not prefer_adp]
     layouts = [layout for adp in modes for tp in counts if (layout := _layout(case, tp, adp and tp > 1))]
-    return [replace(layout, pp=asked.pp) for layout in layouts or [Layout(1, 1, False)]]
+    adp = bool(asked.attention_dp if asked.attention_dp is not None else prefer_adp)
+    impossible = Layout(asked.tp or counts[0], asked.ep or 1, adp)
+    return [replace(layout, pp=asked.pp) for layout in layouts or [impossible]]
 
 
 def _layout(case: Case, tp: int, adp: bool) -> Layout | None:
@@ -158,11 +141,11 @@ def _layout(case: Case, tp: int, adp: bool) -> Layout | None:
     asked = case.config.parallel.ep
     if asked:
         layout = Layout(tp, asked, adp)
-        return layout if case.config.parallel.tp or splits(case, layout) else None
+        return layout if case.config.parallel.tp or divides(case.arch, case.formats, layout) else None
     low = not adp and case.concurrency is not None and case.concurrency <= LOW_CONCURRENCY
     first = LATENCY_EP.get((case.family, case.expert_format), tp) if low else tp
     sizes = [ep for ep in (first, *range(tp, 0, -1)) if tp % ep == 0]
-    fitting = (layout for ep in sizes if splits(case, layout := Layout(tp, ep, adp)))
+    fitting = (layout for ep in sizes if divides(case.arch, case.formats, layout := Layout(tp, ep, adp)))
     return next(fitting, Layout(tp, tp, adp) if case.config.parallel.tp else None)
 
 
@@ -217,9 +200,16 @@ def _setup(case: Case, layout: Layout, **limits: Any) -> Setup:
         hw=case.hw,
         formats=case.formats,
         layout=layout,
+        model=case.config.model.name,
         version=case.trtllm.version,
         kv_format=case.kv_format,
         fraction=case.trtllm.free_gpu_memory_fraction,
+        max_seq_len=min(case.isl + case.osl + MARGIN_TOKENS, case.arch.max_position_embeddings),
+        balanced=case.balanced,
+        isl=case.isl,
+        osl=case.osl,
+        concurrency=case.concurrency,
+        ttft_ms=case.config.slo.ttft_ms,
         **limits,
     )
 

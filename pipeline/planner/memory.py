@@ -23,12 +23,12 @@ import numpy as np
 
 from pipeline.models.arch import Arch
 from pipeline.planner.overhead import Amount, engine_bytes
-from pipeline.planner.params import STORAGE, Part, embedding_parts, layer_parts, mtp_parts
+from pipeline.planner.params import Part, block_of, embedding_parts, layer_parts, mtp_parts
 from pipeline.planner.setup import Layout, Setup
 
 __all__ = [
-    "GIB", "KV_BITS", "Layout", "RankMemory", "Shares", "block_of", "kv_bytes_per_token", "kv_tokens", "memory_of",
-    "stage_layers", "tokens_per_block",
+    "GIB", "KV_BITS", "Layout", "RankMemory", "Shares", "kv_bytes_per_token", "kv_tokens", "memory_of", "stage_layers",
+    "tokens_per_block",
 ]  # fmt: skip
 
 GIB = 2**30
@@ -76,7 +76,7 @@ class RankMemory:
     @property
     def kv_tokens(self) -> int:
         """Tokens that the cache of this rank holds."""
-        return max(0, int(self.free * self.fraction)) // self.kv_bytes_counted
+        return max(0, int(self.free * self.fraction)) // max(1, self.kv_bytes_counted)
 
     @property
     def kv_cache(self) -> int:
@@ -103,7 +103,7 @@ def kv_tokens(setup: Setup, *, max_num_tokens: Amount | None = None, max_batch_s
         captured = np.minimum(captured, setup.graph_batch)
     overhead = sum(engine_bytes(setup, tokens=max_num_tokens, captured=captured).values())
     tokens = [
-        np.maximum(0, (rank.visible - rank.loaded - overhead) * rank.fraction) // rank.kv_bytes_counted
+        np.maximum(0, (rank.visible - rank.loaded - overhead) * rank.fraction) // max(1, rank.kv_bytes_counted)
         for rank in memory_of(setup)
     ]
     return np.minimum.reduce(tokens)
@@ -125,11 +125,6 @@ def kv_bytes_per_token(arch: Arch, kv_format: str, mtp: int = 0) -> int:
 def tokens_per_block(arch: Arch, sm: int) -> int:
     """Tokens of one cache block: FlashMLA (Hopper, latent of 576) wants 64, else 32 is the engine's default."""
     return 64 if sm == 90 and arch.latent_dim == 576 else 32
-
-
-def block_of(fmt: str) -> int:
-    """Columns that may not be parted, because they share a scale."""
-    return STORAGE[fmt].cols or 1
 
 
 def _latent_bytes(arch: Arch, kv_format: str, layers: int) -> int:
@@ -178,7 +173,7 @@ def _weights(setup: Setup, shards: Shares, layers: range, *, first: bool, last: 
 def _copies(setup: Setup, shards: Shares, layers: range, drafts: int) -> dict[str, int]:
     """kv_b a second time, transposed for decoding: prefill multiplies by it, decoding absorbs it. And DEEPGEMM's scales:
     one byte for each row of a block of 128, instead of four for the whole block."""
-    parts = layer_parts(setup.arch, layers[-1])
+    parts = layer_parts(setup.arch, setup.arch.num_hidden_layers - 1)
     (kv_b,) = (part for part in parts if part.name == "kv_b_proj")
     fmt = setup.formats.get("attention", "bf16")
     copies = {"kv_b (absorbed)": shards.bytes(kv_b, fmt) * (len(layers) + drafts)}

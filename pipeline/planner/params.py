@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pipeline.models.arch import Arch
 
 __all__ = [
-    "CLASSES", "LINEAR_CLASSES", "STORAGE", "Part", "Storage", "embedding_parts", "layer_parts", "main_parts", "mtp_parts",
-    "num_params", "stored_bytes",
+    "CLASSES", "LINEAR_CLASSES", "STORAGE", "Part", "Storage", "block_of", "embedding_parts", "layer_parts", "main_parts",
+    "mtp_parts", "num_params", "stored_bytes",
 ]  # fmt: skip
 
 LINEAR_CLASSES = ("attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts")
@@ -79,6 +79,11 @@ class Part:
         """BF16 for what is not linear, and for kv_b_proj, which `convert` leaves in BF16 unless in FP8 blocks."""
         folded = self.name == "kv_b_proj" and fmt != "fp8_block"
         return fmt if self.cls in LINEAR_CLASSES and not folded else "bf16"
+
+
+def block_of(fmt: str) -> int:
+    """Columns that may not be parted, because they share a scale."""
+    return STORAGE[fmt].cols or 1
 
 
 def matrix_bytes(fmt: str, rows: int, cols: int) -> int:

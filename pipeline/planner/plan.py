@@ -11,8 +11,9 @@ from pipeline.models.arch import Arch
 from pipeline.planner.case import Case, case_of
 from pipeline.planner.choose import Choice, Decision, choose
 from pipeline.planner.memory import tokens_per_block
+from pipeline.planner.nearest import nearest
 from pipeline.planner.params import main_parts, num_params, stored_bytes
-from pipeline.planner.rules import REQUEST, RESULT, WARNINGS, broken
+from pipeline.planner.rules import REFUSE, WARN, check
 from pipeline.planner.torch_limits import torch_decisions, torch_deploy, torch_memory, torch_rules, torch_warnings
 
 __all__ = ["Plan", "make_plan"]
@@ -69,19 +70,16 @@ def _plan_torch(case: Case) -> _Planned:
 
 
 def _plan_trtllm(case: Case) -> _Planned:
-    problems = broken(REQUEST, case)
-    choice = choose(case) if not problems or _can_size(case) else None
-    if choice:
-        rules = RESULT if not problems else [rule for rule in RESULT if rule.name == "fits"]
-        problems += broken(rules, case, choice)
-    _refuse(problems)
-    assert choice is not None
+    choice = choose(case)
+    findings = check(choice.setup)
+    _refuse([f"{item.text} [{item.source}]" for item in findings if item.level == REFUSE], case)
     report = {
         "layout": str(choice.layout),
         "memory": _memory(choice),
         "limits": _limits(case, choice),
         "decisions": _decisions(choice.decisions),
-        "warnings": broken(WARNINGS, case, choice),
+        "findings": [asdict(item) for item in findings],
+        "warnings": _notes(case) + [item.text for item in findings if item.level == WARN],
         "not_checked": ["Nothing here ran on a GPU: limits come from arithmetic and from published measurements."],
     }
     return _Planned(_deploy(case, choice), report)
@@ -91,15 +89,19 @@ _PLANNERS = {"torch": _plan_torch, "trtllm": _plan_trtllm}
 """Engine -> its planner. A new engine is a new entry."""
 
 
-def _can_size(case: Case) -> bool:
-    """Whether a broken request still says enough to tell if it would fit."""
-    asked = case.config.parallel
-    return bool(asked.tp) and asked.tp % (asked.ep or 1) == 0
-
-
-def _refuse(problems: list[str]) -> None:
+def _refuse(problems: list[str], case: Case | None = None) -> None:
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(problems + ([nearest(case)] if case else [])))
+
+
+def _notes(case: Case) -> list[str]:
+    """What the request itself should be told."""
+    notes = [f"{case.cut}."] if case.cut else []
+    if case.config.slo.ttft_ms is not None or case.config.slo.tpot_ms is not None:
+        notes.append(
+            "slo.* is not predicted: slo.tpot_ms only chooses between attention DP and TP, slo.ttft_ms changes nothing."
+        )
+    return notes
 
 
 def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
@@ -118,7 +120,7 @@ def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
         "instances_per_node": max(1, case.hw.num_devices // layout.world_size),
         "max_batch_size": choice.setup.max_batch_size,
         "max_num_tokens": choice.setup.max_num_tokens,
-        "max_seq_len": choice.max_seq_len,
+        "max_seq_len": choice.setup.max_seq_len,
         "kv_cache_dtype": case.kv_format,
         "tokens_per_block": tokens_per_block(case.arch, case.hw.sm or 0),
         "free_gpu_memory_fraction": case.trtllm.free_gpu_memory_fraction,
@@ -168,7 +170,7 @@ def _limits(case: Case, choice: Choice) -> list[dict[str, Any]]:
         (f"sequences of {case.isl} + {case.osl} tokens that fit", choice.sequences, choice.capacity),
         ("max_batch_size", choice.setup.max_batch_size, choice.setup.max_batch_size * ranks),
         ("max_num_tokens", choice.setup.max_num_tokens, choice.setup.max_num_tokens * ranks),
-        ("max_seq_len", choice.max_seq_len, None),
+        ("max_seq_len", choice.setup.max_seq_len, None),
     ]
     return [{"name": name, "rank": rank, "instance": whole} for name, rank, whole in pairs]
 

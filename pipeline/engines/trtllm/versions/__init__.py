@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -30,12 +31,14 @@ class VersionLine:
     """Argument -> int, count, bool, fraction, a list of allowed values, or nested fields."""
 
 
-def known_lines() -> list[str]:
+@cache
+def known_lines() -> tuple[str, ...]:
     """All version lines, oldest first."""
     names = (file.name for file in files(__name__).iterdir() if file.name.endswith(".yaml"))
-    return sorted((name.removesuffix(".yaml") for name in names), key=_order)
+    return tuple(sorted((name.removesuffix(".yaml") for name in names), key=_order))
 
 
+@cache
 def version_line(version: str) -> VersionLine:
     """The line of `version` ("1.2" or a release such as "1.2.1")."""
     line = ".".join(version.split(".")[:2])

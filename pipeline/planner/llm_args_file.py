@@ -1,0 +1,124 @@
+"""A user's file of TensorRT-LLM arguments, as the planner sees it: the rules and the models then judge it like a plan.
+
+Old spellings, which published recipes still have and newer engines refuse (`extra="forbid"`), are understood and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.core.errors import ConfigError
+from pipeline.planner.setup import Layout, Setup
+
+__all__ = ["LEGACY", "ReadArgs", "read_llm_args"]
+
+Args = dict[str, Any]
+
+LEGACY = {
+    "tp_size": "tensor_parallel_size",
+    "ep_size": "moe_expert_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "kv_cache_dtype": "kv_cache_config.dtype",
+    "kv_cache_free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
+    "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
+    "moe_backend": "moe_config.backend",
+    "moe_max_num_tokens": "moe_config.max_num_tokens",
+    "moe_load_balancer": "moe_config.load_balancer",
+    "cuda_graph_padding_enabled": "cuda_graph_config.enable_padding",
+    "cuda_graph_batch_sizes": "cuda_graph_config.batch_sizes",
+    "enable_block_reuse": "kv_cache_config.enable_block_reuse",
+}
+"""Spelling of the command line or of earlier versions -> where the key lives now."""
+KV_DTYPES = {"fp8": "fp8", "nvfp4": "nvfp4", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadArgs:
+    """What a file says."""
+
+    setup: Setup
+    renamed: tuple[str, ...]
+    """Sentences about keys that must be renamed."""
+
+
+def read_llm_args(args: Mapping[str, Any], base: Setup) -> ReadArgs:
+    """`args` on the model, machine, formats, version and workload of `base`; what is absent is TensorRT-LLM's default.
+
+    Raises:
+        ConfigError: if a value has the wrong type.
+    """
+    flat, renamed = _migrated(args)
+    try:
+        return ReadArgs(_setup(flat, base), tuple(renamed))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"The LLM arguments cannot be read: {error}. Keys and types are those of tensorrt_llm.LLM.") from error
+
+
+def _migrated(args: Mapping[str, Any]) -> tuple[Args, list[str]]:
+    flat: Args = {}
+    renamed = []
+    entries = {**args, **(args.get("pytorch_backend_config") or {})}
+    entries.pop("pytorch_backend_config", None)
+    for key, value in entries.items():
+        path = LEGACY.get(key, key)
+        if path != key:
+            renamed.append(f"{key} is now {path}: newer engines refuse the old name.")
+        head, _, name = path.partition(".")
+        if name:
+            flat[head] = {**(flat.get(head) or {}), name: value}
+        else:
+            flat[head] = {**(flat.get(head) or {}), **value} if isinstance(value, Mapping) else value
+    return flat, renamed
+
+
+def _setup(args: Args, base: Setup) -> Setup:
+    kv, moe, spec = (args.get(name) or {} for name in ("kv_cache_config", "moe_config", "speculative_config"))
+    tp = int(args.get("tensor_parallel_size", 1))
+    adp = bool(args.get("enable_attention_dp", False))
+    ep = args.get("moe_expert_parallel_size") or tp // (args.get("moe_tensor_parallel_size") or tp)
+    balancer = moe.get("load_balancer")
+    return Setup(
+        arch=base.arch, hw=base.hw, formats=base.formats, model=base.model, version=base.version,
+        isl=base.isl, osl=base.osl, concurrency=base.concurrency, role=base.role,
+        layout=Layout(tp, max(1, int(ep)), adp and tp > 1, int(args.get("pipeline_parallel_size", 1))),
+        kv_format=KV_DTYPES.get(str(kv.get("dtype")), base.kv_format),
+        mtp=int(spec.get("max_draft_len") or spec.get("num_nextn_predict_layers") or 0),
+        moe_backend=str(moe.get("backend") or _default_backend(base)),
+        moe_max_num_tokens=moe.get("max_num_tokens"),
+        expert_slots=balancer.get("num_slots") if isinstance(balancer, Mapping) else None,
+        max_batch_size=int(args.get("max_batch_size", 2048)),
+        max_num_tokens=int(args.get("max_num_tokens", 8192)),
+        max_seq_len=args.get("max_seq_len"),
+        **_graphs(args),
+        fraction=float(kv.get("free_gpu_memory_fraction", 0.9)),
+        chunked_prefill=bool(args.get("enable_chunked_prefill", False)),
+        block_reuse=bool(kv.get("enable_block_reuse", True)),
+        tokens_per_block=kv.get("tokens_per_block"),
+        attention_backend=str(args.get("attn_backend", "TRTLLM")),
+        overlap=not args.get("disable_overlap_scheduler", False),
+        relaxed_acceptance=bool(spec.get("use_relaxed_acceptance_for_thinking", False)),
+        balanced=bool((args.get("attention_dp_config") or {}).get("enable_balance", False)),
+        transfer=(args.get("cache_transceiver_config") or {}).get("backend"),
+    )  # fmt: skip
+
+
+def _graphs(args: Args) -> Args:
+    """Absent: on, up to 128; null: off."""
+    config = args.get("cuda_graph_config", {"max_batch_size": min(128, int(args.get("max_batch_size", 128)))})
+    piecewise = args.get("prefill_cuda_graph_backend") == "piecewise"
+    piecewise |= bool((args.get("torch_compile_config") or {}).get("enable_piecewise_cuda_graph"))
+    if config is None:
+        return {"graph_batch": 0, "piecewise": piecewise}
+    sizes = tuple(int(size) for size in config.get("batch_sizes") or ())
+    largest = config.get("max_batch_size") or max(sizes, default=128)
+    return {
+        "graph_batch": int(largest), "graph_sizes": sizes, "graph_padding": bool(config.get("enable_padding", False)),
+        "piecewise": piecewise,
+    }  # fmt: skip
+
+
+def _default_backend(base: Setup) -> str:
+    """AUTO from 1.2 on; CUTLASS before."""
+    return "AUTO" if base.line >= (1, 2) else "CUTLASS"
