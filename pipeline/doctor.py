@@ -92,7 +92,19 @@ def _tools() -> Iterator[Finding]:
         _first_line([compiler, "--version"]) if compiler else "not found",
         "apt-get install g++: without it engine=torch is interpreted, not compiled",
     )
+    yield _native_kernels()
     yield _tritonserver()
+
+
+def _native_kernels() -> Finding:
+    from pipeline import native
+
+    name, problem = "native kernels", native.problem()
+    if problem is not None:
+        return Finding("tool", name, False, "conversion runs in numpy, slowly", problem)
+    if (kernels := native.kernels()) is None:
+        return Finding("tool", name, False, f"switched off by {native.VARIABLE}=off", "unset it")
+    return Finding("tool", name, True, f"{kernels.name} (built for {', '.join(native.levels())})")
 
 
 def _tritonserver() -> Finding:

@@ -76,4 +76,4 @@ def code_digests(path: str) -> dict[str, str]:
 
 
 def _is_source(file: Path) -> bool:
-    return file.is_file() and "__pycache__" not in file.parts
+    return file.is_file() and "__pycache__" not in file.parts and file.suffix != ".so"

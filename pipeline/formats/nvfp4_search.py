@@ -33,7 +33,7 @@ Codes = NDArray[np.uint8]
 
 REACH = {"mse": 4, "mse_full": 126}
 SEARCHES = ("amax", "four_over_six", *REACH)
-_VALUES = decode_e4m3(np.arange(127, dtype=np.uint8))
+_VALUES = decode_e4m3(np.arange(128, dtype=np.uint8))  # NaN at the end
 
 
 def amax_scales(tops: Float32, scale_2: np.float32) -> Codes:

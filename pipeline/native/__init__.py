@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.core.errors import ConfigError
 from pipeline.native.digest import sources_digest
 
-__all__ = ["available", "kernels", "levels", "module", "problem"]
+__all__ = ["VARIABLE", "available", "kernels", "levels", "module", "problem"]
 
 VARIABLE = "R1_NATIVE"
 

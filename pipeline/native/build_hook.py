@@ -25,7 +25,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "src"
 # No contraction of a * b + c: the kernels promise the roundings of numpy.
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w"]
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-w"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mprefer-vector-width=512"]
 LEVELS = {
     "x86_64": {"level_avx512": AVX512, "level_avx2": ["-mavx2"]},
