@@ -35,7 +35,7 @@ SCALES = ("_scale", "_scale_2", "input_scale")
 MODELOPT = {"modelopt_nvfp4": "NVFP4_DEFAULT_CFG", "modelopt_fp8_pb_wo": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG"}
 
 
-def write_source(folder: Path) -> Path:
+def write_source(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
     """A random checkpoint in BF16; equal bytes every time."""
     import numpy as np
 
@@ -45,9 +45,9 @@ def write_source(folder: Path) -> Path:
     from pipeline.models.arch import Arch
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=1, sort_keys=True) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     rng = np.random.default_rng(0)
-    shapes = dict(parameters(Arch.from_hf(CONFIG)))
+    shapes = dict(parameters(Arch.from_hf(config)))
     with ShardWriter(folder / "model.safetensors", [(n, _dtype(n), s) for n, s in shapes.items()]) as writer:
         for name, shape in shapes.items():
             values = rng.standard_t(5, shape) * shape[-1] ** -0.5 if len(shape) == 2 else 1 + rng.normal(0, 0.05, shape)

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.core.errors import ConfigError
 from pipeline.formats import FORMATS, Format
 from pipeline.formats.int4_awq import INT4_AWQ, ones
 from pipeline.formats.numerics import Array
@@ -43,8 +44,17 @@ GROUPS = (128, 32, 64)
 
 
 def _reciprocal(array: Array) -> Array:
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):
         return np.float32(1) / array
+
+
+def _stored_reciprocal(array: Array) -> Array:
+    if not np.isfinite(found := _reciprocal(array)).all():
+        raise ConfigError(
+            f"A tensor-wide scale is {float(array.reshape(())):.3g}, whose reciprocal, which compressed-tensors stores, is beyond "
+            f"float32: a weight that small is as good as zero; set it to zero, or quant.layout=modelopt."
+        )
+    return found
 
 
 def _same_shape(shape: Shape) -> Shape:
@@ -66,7 +76,7 @@ def _half(shape: Shape) -> Shape:
 CODES8 = Field(name="weight", role="weight", dtypes=("F8_E4M3",), shape=_same_shape)
 CODES4 = Field(name="weight_packed", role="weight", dtypes=("U8",), shape=_half)
 GLOBAL = Field(
-    name="weight_global_scale", role="weight_scale_2", dtypes=("F32",), shape=_one, store=_reciprocal, load=_reciprocal
+    name="weight_global_scale", role="weight_scale_2", dtypes=("F32",), shape=_one, store=_stored_reciprocal, load=_reciprocal
 )
 INPUT_GLOBAL = replace(GLOBAL, name="input_global_scale", role="input_scale")
 INPUT = Field(name="input_scale", role="input_scale", dtypes=FLOATS, shape=_one, load=to_float32)
