@@ -13,6 +13,7 @@ from pipeline.planner.choose import Choice, Decision, choose
 from pipeline.planner.memory import tokens_per_block
 from pipeline.planner.nearest import nearest
 from pipeline.planner.params import main_parts, num_params, stored_bytes
+from pipeline.planner.picture import memory_svg, rank_bars
 from pipeline.planner.rules import REFUSE, WARN, check
 from pipeline.planner.torch_limits import torch_decisions, torch_deploy, torch_memory, torch_rules, torch_warnings
 
@@ -26,6 +27,8 @@ class Plan:
     precision: dict[str, Any]
     deploy: dict[str, Any]
     report: dict[str, Any]
+    picture: str | None = None
+    """Memory of a rank, as SVG."""
 
 
 def make_plan(config: Config, hf: dict[str, Any]) -> Plan:
@@ -45,13 +48,14 @@ def make_plan(config: Config, hf: dict[str, Any]) -> Plan:
         "layout": config.quant.layout,
     }
     report = {**_subject(case), **planned.report, "deploy": planned.deploy}
-    return Plan(precision, planned.deploy, report)
+    return Plan(precision, planned.deploy, report, planned.picture)
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
     deploy: dict[str, Any]
     report: dict[str, Any]
+    picture: str | None = None
 
 
 def _plan_torch(case: Case) -> _Planned:
@@ -82,7 +86,8 @@ def _plan_trtllm(case: Case) -> _Planned:
         "warnings": _notes(case) + [item.text for item in findings if item.level == WARN],
         "not_checked": ["Nothing here ran on a GPU: limits come from arithmetic and from published measurements."],
     }
-    return _Planned(_deploy(case, choice), report)
+    title = f"{case.config.model.title} on {case.hw.title}: memory of one rank"
+    return _Planned(_deploy(case, choice), report, memory_svg(rank_bars(choice.setup), title))
 
 
 _PLANNERS = {"torch": _plan_torch, "trtllm": _plan_trtllm}

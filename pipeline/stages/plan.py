@@ -30,10 +30,12 @@ STAGE = Stage(
 
 
 def run(ctx: StageContext) -> None:
-    """Write precision.json, deploy.json and report.json."""
+    """Write precision.json, deploy.json, report.json and, for ranks of GPUs, memory.svg."""
     plan = make_plan(ctx.config, model_config(ctx.config, ctx.checkpoint))
     for name in ("precision", "deploy", "report"):
         write_json(ctx.out / f"{name}.json", getattr(plan, name))
+    if plan.picture:
+        (ctx.out / "memory.svg").write_text(plan.picture, encoding="utf-8")
     for warning in plan.report["warnings"]:
         ctx.progress.note(warning)
 

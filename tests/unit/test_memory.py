@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from pipeline.models.arch import Arch
 from pipeline.planner.memory import GIB, RankMemory, kv_bytes_per_token, kv_tokens, memory_of, stage_layers
 from pipeline.planner.overhead import formulas, graph_count, terms
 from pipeline.planner.params import LINEAR_CLASSES, main_parts, num_params, stored_bytes
+from pipeline.planner.picture import memory_svg, rank_bars
 from pipeline.planner.setup import Layout, Setup
 from scripts import calibrate_memory
 
@@ -165,6 +168,19 @@ def test_many_limits_at_once_agree_with_one_at_a_time():
         for t, b in zip(tokens, batches, strict=True)
     ]
     np.testing.assert_allclose(kv_tokens(base, max_num_tokens=tokens, max_batch_size=batches), one, atol=1)
+
+
+def test_the_picture_stacks_every_byte_up_to_the_limit():
+    fitting, too_large = rank_bars(setup(V2)), rank_bars(setup(layout=Layout(2, 1, False)), "TP2 <small>")
+    assert sum(size for _, size in fitting[0].parts) == fitting[0].limit
+    assert sum(size for _, size in too_large[0].parts) > too_large[0].limit
+    text = memory_svg([*fitting, *too_large], "A & B")
+    root = ElementTree.fromstring(text)
+    bars = [node for node in root.iter("{http://www.w3.org/2000/svg}rect") if node.get("height") == "34"]
+    edges = [(float(node.attrib["x"]), float(node.attrib["width"])) for node in bars[: len(fitting[0].parts)]]
+    assert all(x + width == pytest.approx(following, abs=0.11) for (x, width), (following, _) in pairwise(edges))
+    assert all(0 <= float(node.attrib["x"]) <= 920 for node in bars) and "TP2 &lt;small&gt;" in text
+    assert memory_svg(fitting, "t") == memory_svg(rank_bars(setup(V2)), "t")
 
 
 def test_a_rank_that_does_not_start_holds_nothing():
