@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from pipeline.planner.perf.calibration import Calibration, level_of  # noqa: E402
 from pipeline.planner.perf.fit import cross_validate, fit, residuals  # noqa: E402
 from pipeline.planner.perf.interval import Z80  # noqa: E402
-from pipeline.planner.perf.points import Point, read_points  # noqa: E402
+from pipeline.planner.perf.points import Point, digest, read_points  # noqa: E402
 from pipeline.planner.perf.work import Array  # noqa: E402
 
 TARGET = ROOT / "pipeline" / "planner" / "perf" / "calibration" / "deepseek_r1.yaml"
@@ -178,6 +178,7 @@ def write(calibration: Calibration, points: list[Point]) -> None:
         ],
         "spread": dict(calibration.spread),
         "ranges": {name: [round(low, 3), round(high, 3)] for name, (low, high) in calibration.ranges.items()},
+        "points": " ".join(sorted({digest(point.row) for point in points})),
     }
     TARGET.write_text(HEADER + yaml.safe_dump(table, sort_keys=False, width=130), encoding="utf-8")
 

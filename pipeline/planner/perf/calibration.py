@@ -28,15 +28,17 @@ QUANTITIES: dict[str, tuple[int, tuple[str, ...]]] = {
     "experts": (-1, ("expert_memory", "expert_flops")),
     "prefill": (-1, ("prefill_flops", "prefill_attention")),
     "drafts": (1, ("acceptance",)),
+    "sharing": (1, ("adp_share",)),
+    "flops": (-1, ("dense_flops", "expert_flops")),
 }
 """Quantity of an effect -> sign and coefficients: a positive effect means slower, for drafts more of them."""
-SCOPES = ("hw/precision", "engine", "hw/precision/engine")
+SCOPES = ("hw/precision", "engine", "hw/precision/backend", "hw/precision/engine")
 
 
 def level_of(case: PerfCase, scope: str) -> str:
-    """The level of a scope that a case belongs to: b200/fp4, 1.2.0rc6, b200/fp4/1.2.0rc6."""
-    chip = f"{case.machine.name}/{case.precision}"
-    return {"hw/precision": chip, "engine": case.engine, "hw/precision/engine": f"{chip}/{case.engine}"}[scope]
+    """The level of a scope that a case belongs to: b200/fp4, 1.2.0rc6, b200/fp4/TRTLLM, b200/fp4/1.2.0rc6."""
+    parts = {"hw": case.machine.name, "precision": case.precision, "engine": case.engine, "backend": case.backend}
+    return "/".join(parts[part] for part in scope.split("/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Calibration:
     ranges: Mapping[str, tuple[float, float]]
     """Smallest and largest value of each input that was measured."""
     source: tuple[str, ...] = ()
+    fingerprints: frozenset[str] = frozenset()
+    """Digests of the points that were fitted, so that a score can say what it had seen."""
 
     def arrays(self, cases: Sequence[PerfCase]) -> dict[str, Array]:
         """Every coefficient for every case."""
@@ -92,7 +96,8 @@ class Calibration:
         table: dict[str, Any] = yaml.safe_load(path.read_text())
         effects = tuple(Effect(**row) for row in table["effects"])
         ranges = {name: (float(low), float(high)) for name, (low, high) in table["ranges"].items()}
-        return cls(table["coefficients"], effects, table["spread"], ranges, tuple(table["source"]))
+        points = frozenset(table["points"].split())
+        return cls(table["coefficients"], effects, table["spread"], ranges, tuple(table["source"]), points)
 
 
 @lru_cache(maxsize=4096)

@@ -103,6 +103,21 @@ class PerfCase:
     """Optimisations that are switched off (`ABLATIONS`)."""
 
     @property
+    def backend(self) -> str:
+        """The MoE backend; where none is named, the recipes' choice."""
+        if self.moe_backend:
+            return self.moe_backend
+        if self.machine.sm < 100 or (self.attention_dp and self.precision == "fp4"):
+            return "CUTLASS"
+        return "DEEPGEMM" if self.attention_dp else "TRTLLM"
+
+    @property
+    def alltoall(self) -> bool:
+        """Whether tokens travel only to their experts' ranks: one-sided NVLink on Blackwell since 1.2; else all are gathered."""
+        old = self.engine.startswith(("1.0", "1.1", "2025", "0."))
+        return self.machine.sm >= 100 and not old
+
+    @property
     def precision(self) -> str:
         """fp4, fp8 or bf16: the operand type of the routed experts."""
         fmt = self.formats["routed_experts"]

@@ -23,6 +23,8 @@ EFFECTS: tuple[tuple[str, str, float], ...] = (
     ("latency", "hw/precision", 0.15),
     ("experts", "hw/precision", 0.15),
     ("prefill", "hw/precision", 0.20),
+    ("sharing", "hw/precision", 0.30),
+    ("flops", "hw/precision/backend", 0.30),
     ("latency", "engine", 0.10),
     ("latency", "hw/precision/engine", 0.15),
     ("drafts", "hw/precision/engine", 0.10),

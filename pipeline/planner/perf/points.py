@@ -8,6 +8,7 @@ InferenceX and the direct runs draw lengths uniformly from 0.8 to 1.0 of the nom
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from pipeline.models.arch import Arch
 from pipeline.planner.perf.case import Machine, PerfCase, checkpoint_formats
 from pipeline.planner.perf.recipes import NOVEMBER, Recipe, recipe
 
-__all__ = ["Point", "read_point", "read_points"]
+__all__ = ["Point", "digest", "fingerprint", "read_point", "read_points"]
 
 DRAWN = 0.9
 LAYOUT = re.compile(r"^(ADP|TP|DEP)(\d+)(?:\+EP(\d+))?")
@@ -52,6 +53,17 @@ class Point:
         assert case is not None
         lengths = self.row.get("isl"), self.row.get("osl")
         return (case.machine.name, case.precision, case.layout, *lengths, case.mtp > 0, case.engine)
+
+
+def fingerprint(row: Mapping[str, Any]) -> str:
+    """What makes two rows the same measurement, whatever else a file adds to them."""
+    names = ("hw", "precision", "isl", "osl", "parallelism", "concurrency", "engine", "tpot_ms", "tok_s_user")
+    return "|".join(str(row.get(name)) for name in names)
+
+
+def digest(row: Mapping[str, Any]) -> str:
+    """Short and stable: how a calibration remembers its points without shipping them."""
+    return hashlib.sha256(fingerprint(row).encode()).hexdigest()[:10]
 
 
 def read_points(path: Path, conf: Path) -> list[Point]:

@@ -32,13 +32,16 @@ COEFFICIENTS: dict[str, tuple[float, float]] = {
     "skew": (0.1, 0.5),  # lasting load of the hottest rank over the mean
     "draft_us": (150.0, 0.5),  # one MTP draft beside its layer
     "acceptance": (0.9, 0.1),  # accepted drafts over the published ones at batch 1
-    "acceptance_doubling": (1.03, 0.03),  # more of them a doubling of OSL: forced long outputs repeat themselves
+    "acceptance_doubling": (1.03, 0.05),  # more of them a doubling of the total length
+    "draft_context": (0.15, 0.5),  # a context step's fixed cost more a draft: they leave the CUDA graph too
+    "narrow": (0.05, 0.5),  # bandwidth lost a doubling of the ranks that share an expert
+    "fullest": (1.0, 0.3),  # spread of experts over ranks, 1 = independent routing
     "piecewise": (0.6, 0.4),  # of a context step's fixed cost that piecewise CUDA graphs leave
     "prefill_fixed_ms": (20.0, 0.7),  # a step with context runs outside the CUDA graph
     "prefill_flops": (0.4, 0.3),
     "prefill_attention": (0.35, 0.4),
     "prefill_passes": (60.0, 0.5),
-    "adp_share": (0.4, 0.5),  # exponent: contexts of different ranks that run side by side
+    "adp_share": (0.85, 0.3),  # exponent: contexts of ranks that run side by side; blog 10 balances 54 to 88 % of 8 ranks
     "first_token_ms": (60.0, 0.7),  # client, tokenizer, HTTP
 }
 """Coefficient -> (prior median, standard deviation of its log)."""
@@ -61,7 +64,8 @@ def _longer(first: Array, second: Array) -> Array:
 def expert_s(cols: Columns, e: Mapping[str, Array], tokens: Array, flops: Array) -> Array:
     """Routed experts of all layers for `tokens` tokens of the instance."""
     shard = cols.shard
-    read = touched(tokens, cols, e["spread"]) * shard.expert_bytes / (cols.bandwidth * e["expert_memory"])
+    speed = cols.bandwidth * e["expert_memory"] * (1 - e["narrow"]) ** np.log2(cols.tp / cols.ep)
+    read = touched(tokens, cols, e["spread"], e["fullest"]) * shard.expert_bytes / speed
     pairs = tokens * shard.top_k
     compute = pairs / cols.ep * imbalance(pairs, cols, e["skew"]) * shard.expert_s / flops
     return shard.moe_layers * _longer(read, compute)
@@ -80,7 +84,8 @@ def comm_s(cols: Columns, e: Mapping[str, Array], tokens: Array) -> tuple[Array,
     reach = 1 + np.log2(np.maximum(tp, 1)) / 3  # 2 at 8 ranks
     reduces = 2 * shard.layers
     reduce_bytes = reduces * tokens * shard.hidden * 2 * 2 * (tp - 1) / tp
-    distinct = (tp - 1) * (1 - (1 - 1 / cols.ep) ** shard.top_k)  # ranks other than its own that a token goes to
+    chosen = (tp - 1) * (1 - (1 - 1 / cols.ep) ** shard.top_k)  # ranks other than its own that a token goes to
+    distinct = np.where(cols.alltoall, chosen, tp - 1)
     moe_bytes = shard.moe_layers * tokens * shard.hidden * distinct * (cols.payload + 2)
     latency = np.where(cols.adp, 2 * shard.moe_layers * e["alltoall_us"], reduces * e["allreduce_us"]) * 1e-6 * reach / 2
     return many * latency, many * np.where(cols.adp, moe_bytes, reduce_bytes) / (cols.nvlink * e["link"])
@@ -125,7 +130,7 @@ def draft_terms(cols: Columns, e: Mapping[str, Array], batch: Array) -> dict[str
     """The MTP drafts of a step: `mtp` passes through one layer and the head."""
     shard = cols.shard
     read = shard.draft_dense_bytes / e["dense_memory"]
-    read = read + touched(np.maximum(batch, 1), cols, e["spread"]) * shard.draft_expert_bytes / e["expert_memory"]
+    read = read + touched(np.maximum(batch, 1), cols, e["spread"], e["fullest"]) * shard.draft_expert_bytes / e["expert_memory"]
     return {"drafts": cols.mtp * (read / cols.bandwidth + e["draft_us"] * 1e-6)}
 
 
@@ -154,5 +159,5 @@ def accepted(cols: Columns, e: Mapping[str, Array]) -> Array:
     """Tokens a sequence gains in a step, 1 without MTP."""
     table = np.array(DEFAULT_DRAFTS)
     drafts = table[np.minimum(cols.mtp, len(table) - 1).astype(int)] * e["acceptance"]
-    drafts = drafts * e["acceptance_doubling"] ** np.log2(np.clip(cols.osl, 256, 8192) / 1024)
+    drafts = drafts * e["acceptance_doubling"] ** np.log2(np.clip(cols.isl + cols.osl, 1024, 16384) / 2048)
     return np.where(np.isnan(cols.acceptance), 1 + np.minimum(drafts, cols.mtp), cols.acceptance)

@@ -163,6 +163,8 @@ class Columns(NamedTuple):
     """Requests that the instance can hold at once."""
     max_num_tokens: Array
     piecewise: Array
+    alltoall: Array
+    """1 where a token goes only to the ranks of its experts, 0 where it is gathered everywhere."""
     off: dict[str, Array]
     """Optimisation -> 1 where it is switched off."""
 
@@ -177,7 +179,7 @@ def _row(case: PerfCase, shard: Shard, off: Sequence[str]) -> tuple[float, ...]:
         machine.bandwidth, kv_flops, machine.flops["bf16"], machine.nvlink if inside else machine.scale_out,
         case.tp, case.ep, dp, float(case.attention_dp), arch.latent_dim * KV_BYTES[case.kv_format], payload,
         case.concurrency, case.isl, case.osl, case.mtp, case.acceptance or np.nan, _slots(case, dp, shard),
-        case.max_num_tokens, case.piecewise_graphs, *(float(name in case.without) for name in off),
+        case.max_num_tokens, case.piecewise_graphs, case.alltoall, *(float(name in case.without) for name in off),
     )  # fmt: skip
 
 
@@ -209,16 +211,16 @@ def _shard(case: PerfCase, seen: dict[tuple[object, ...], Shard]) -> Shard:
     return seen[key]
 
 
-def touched(tokens: Array, cols: Columns, spread: Array) -> Array:
+def touched(tokens: Array, cols: Columns, spread: Array, fullest: Array) -> Array:
     """Expected distinct experts that `tokens` tokens route to on one rank (the fullest of them).
 
-    Uniform routing gives E (1 - (1 - k/E)^tokens); `spread` <= 1 shrinks the tokens that count as independent.
+    Uniform routing gives E (1 - (1 - k/E)^tokens); `spread` <= 1 shrinks the tokens that count as independent, `fullest`
+    scales how far the fullest rank is above the mean.
     """
     shard = cols.shard
     held = shard.experts / cols.ep
     mean = held * (1 - (1 - shard.top_k / shard.experts) ** (tokens**spread))
-    fullest = mean + np.sqrt(mean * (1 - mean / held) * 2 * np.log(cols.ep))
-    return np.minimum(held, fullest)
+    return np.minimum(held, mean + fullest * np.sqrt(mean * (1 - mean / held) * 2 * np.log(cols.ep)))
 
 
 def imbalance(pairs: Array, cols: Columns, skew: Array) -> Array:
