@@ -1,4 +1,4 @@
-"""Formats against references that share no code with them: torch's casts, bit tables, and ModelOpt itself."""
+"""Formats against references that share no code with them: torch's casts and bit tables."""
 
 from __future__ import annotations
 
@@ -171,21 +171,6 @@ class TestFormats:
         assert stored["weight_scale_2"] == scale_2.numpy()
         np.testing.assert_array_equal(stored["weight_scale"].view(np.uint8), wanted.view(torch.uint8).numpy())
         np.testing.assert_array_equal(stored["weight"], (code[:, 0::2] + 16 * code[:, 1::2]).numpy())
-
-    @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero"])
-    def test_nvfp4_is_modelopts_to_the_bit(self, kind: str) -> None:
-        qtensor = pytest.importorskip(
-            "modelopt.torch.quantization.qtensor",
-            reason="nvidia-modelopt is not installed: pip install nvidia-modelopt",
-        )
-        array = weight(kind)
-        codes, scales, scale_2 = qtensor.NVFP4QTensor.quantize(as_torch(array).to(torch.bfloat16), 16)
-        stored = quantized("nvfp4", array)
-        assert stored["weight_scale_2"] == scale_2.numpy()
-        np.testing.assert_array_equal(
-            stored["weight_scale"].view(np.uint8), scales.view(torch.uint8).numpy().reshape(192, 16)
-        )
-        np.testing.assert_array_equal(stored["weight"], codes._quantized_data.numpy())
 
     def test_nvfp4_of_zeros_has_finite_scales_and_zero_codes(self) -> None:
         stored = quantized("nvfp4", weight("zero"))
