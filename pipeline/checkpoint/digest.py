@@ -1,6 +1,7 @@
 """The content digest of a checkpoint folder, computed once.
 
-Hashing 689 GB takes minutes, so each file's digest is remembered under its path, size, modification time and inode.
+Hashing 689 GB takes minutes, so each file's digest is remembered under its path, size, inode, modification time and change
+time. The last is the kernel's own: `touch -r`, `cp -p` and `rsync -t` give a changed file its old modification time back.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import file_digest, sha256
 from pathlib import Path
 
@@ -56,7 +58,7 @@ def digest(folder: Path, cache: Path | None = None) -> str:
 def _stamp(file: Path) -> str:
     """What must not change for a remembered digest to hold."""
     stat = file.stat()
-    return f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+    return f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
 
 
 def _load(cache: Path | None) -> dict[str, str]:
@@ -69,8 +71,9 @@ def _load(cache: Path | None) -> dict[str, str]:
 
 
 def _save(cache: Path, table: dict[str, str]) -> None:
-    """Replace the cache in one step."""
-    cache.parent.mkdir(parents=True, exist_ok=True)
+    """Replace the cache in one step; where it cannot be written it is done without."""
     part = cache.with_name(f".{cache.name}.{os.getpid()}")
-    part.write_text(json.dumps(table, indent=1, sort_keys=True), encoding="utf-8")
-    os.replace(part, cache)
+    with suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(table, indent=1, sort_keys=True), encoding="utf-8")
+        os.replace(part, cache)

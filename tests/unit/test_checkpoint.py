@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -328,6 +329,17 @@ class TestDigest:
         assert digest(copy, cache) != before and reads[first:] == ["heldout.txt"]
         cache.write_text("{damaged")
         assert digest(copy, cache) == digest(copy)
+
+    def test_the_cache_notices_other_bytes_of_the_same_size_and_time(self, copy: Path, tmp_path: Path) -> None:
+        file, cache = copy / "heldout.txt", tmp_path / "digests.json"
+        before, times = digest(copy, cache), file.stat()
+        file.write_bytes(b"x" * times.st_size)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert digest(copy, cache) != before
+
+    def test_a_cache_that_cannot_be_written_is_done_without(self, copy: Path, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        assert digest(copy, tmp_path / "file" / "digests.json") == digest(copy)
 
     def test_companions_leave_out_what_conversion_replaces(self, source: Path) -> None:
         names = [file.name for file in companions(source)]
