@@ -88,7 +88,7 @@ COMMANDS: dict[str, Command] = {
         "compare the converted weights with the source, and gate on the result",
         "Thresholds are verify.max_kl, verify.min_top1, verify.max_ppl_ratio and verify.min_sqnr_db; verify.sample=N compares N\n"
         "experts of each layer, verify.sensitivity=true each layer and class alone. With a folder it checks that checkpoint,\n"
-        "whoever wrote it (ModelOpt, compressed-tensors, AutoAWQ, GPTQ), against some sixty invariants, and against its source where\n"
+        "whoever wrote it (ModelOpt, compressed-tensors, AutoAWQ, GPTQ), against a table of invariants, and against its source where\n"
         "checkpoint= names it; out=FOLDER keeps the report and the heat map. It exits with 4 when it finds an error.",
         "verify",
         arguments="[DIR [checkpoint=SOURCE] [out=FOLDER]] ",

@@ -38,7 +38,7 @@ def declarations(contents: Contents) -> list[Declaration]:
     found = []
     inline = contents.config.get("quantization_config")
     if isinstance(inline, dict):
-        excludes = inline.get("ignore") or inline.get("modules_to_not_convert") or inline.get("exclude_modules")
+        excludes = inline.get("ignore") or inline.get("modules_to_not_convert") or inline.get("exclude_modules") or _dynamic(inline)
         kv_cache = "FP8" if inline.get("kv_cache_scheme") else inline.get("kv_cache_quant_algo")
         listed = inline.get("quant_method") in ("modelopt", "compressed-tensors")
         found.append(Declaration("config.json", _algorithm(inline), _names(excludes), _word(kv_cache), _layers(inline), listed))
@@ -77,6 +77,11 @@ def _algorithm(inline: dict[str, Any]) -> str:
 
 def _layers(table: dict[str, Any]) -> dict[str, str]:
     return {name: str(table_of(row).get("quant_algo")) for name, row in table_of(table.get("quantized_layers")).items()}
+
+
+def _dynamic(inline: dict[str, Any]) -> list[str]:
+    """GPTQModel's rules for layers; one that begins with `-:` leaves out what its expression matches."""
+    return [f"re:{rule.removeprefix('-:')}" for rule in table_of(inline.get("dynamic")) if rule.startswith("-:")]
 
 
 def _names(value: Any) -> tuple[str, ...]:

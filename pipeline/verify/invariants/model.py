@@ -14,6 +14,8 @@ from pipeline.verify.invariants.base import ERROR, NOTE, WARNING, Fault, Rule, S
 
 __all__ = ["RULES"]
 
+MOST_EXPERTS = 1_000_000
+"""More in all layers together are a typing error (R1 has 15,000)."""
 BIAS = "e_score_correction_bias"
 
 
@@ -100,8 +102,10 @@ def _arch(contents: Contents) -> tuple[Arch | None, str]:
     """The architecture, or why there is none that is known here."""
     try:
         arch = Arch.from_hf(contents.config)
+        if arch.num_stored_layers * (1 + arch.n_routed_experts) > MOST_EXPERTS:
+            return None, f"config.json means {arch.num_stored_layers} layers of {arch.n_routed_experts} experts"
         next(iter(parameters(arch)))
-        return (arch, "") if arch.num_stored_layers < NO_LAYERS else (None, "config.json has too many layers")
+        return arch, ""
     except (ConfigError, TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
         return None, str(error) or type(error).__name__
 
