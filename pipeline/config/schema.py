@@ -48,7 +48,7 @@ MIN_SQNR_DB = {
 }  # fmt: skip
 ALARM_SQNR_DB = {
     "bf16": 50.0, "fp8_block": 30.0, "fp8": 30.0, "fp8_channel": 30.0, "mxfp8": 30.0, "nvfp4": 20.0, "w4a16_nvfp4": 20.0,
-    "w4a8_nvfp4_fp8": 18.5, "mxfp4": 17.0, "int4_awq": 15.0, "w4a8_awq": 15.0,
+    "w4a8_nvfp4_fp8": 18.5, "mxfp4": 17.0, "int4_awq": 14.0, "w4a8_awq": 14.0,
 }  # fmt: skip
 KV_FORMATS = ("bf16", "fp8", "nvfp4")
 ENGINES = ("torch", "trtllm")
