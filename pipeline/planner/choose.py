@@ -200,6 +200,7 @@ def _setup(case: Case, layout: Layout, **limits: Any) -> Setup:
         hw=case.hw,
         formats=case.formats,
         layout=layout,
+        stored_as=case.config.quant.layout,
         model=case.config.model.name,
         version=case.trtllm.version,
         kv_format=case.kv_format,

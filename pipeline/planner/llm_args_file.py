@@ -80,7 +80,7 @@ def _setup(args: Args, base: Setup) -> Setup:
     ep = args.get("moe_expert_parallel_size") or tp // (args.get("moe_tensor_parallel_size") or tp)
     balancer = moe.get("load_balancer")
     return Setup(
-        arch=base.arch, hw=base.hw, formats=base.formats, model=base.model, version=base.version,
+        arch=base.arch, hw=base.hw, formats=base.formats, stored_as=base.stored_as, model=base.model, version=base.version,
         isl=base.isl, osl=base.osl, concurrency=base.concurrency, role=base.role,
         layout=Layout(tp, max(1, int(ep)), adp and tp > 1, int(args.get("pipeline_parallel_size", 1))),
         kv_format=KV_DTYPES.get(str(kv.get("dtype")), base.kv_format),

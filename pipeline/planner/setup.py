@@ -61,6 +61,8 @@ class Setup:
     formats: Mapping[str, str]
     """Weight format by module class (`params.CLASSES`); what is not named is BF16."""
     layout: Layout
+    stored_as: str = "modelopt"
+    """On-disk layout of the checkpoint (quant.layout)."""
     model: str = "the model"
     version: str = "1.2"
     kv_format: str = "fp8"

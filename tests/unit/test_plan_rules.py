@@ -55,6 +55,7 @@ CHIP_107 = HwConfig(name="sm107", sm=107, num_devices=8, nvlink_domain=8, memory
 NARROW = replace(arch(), moe_intermediate_size=2056)
 CASES: dict[str, tuple[Setup, Setup]] = {
     # rule: (breaks it, the nearest that keeps it)
+    "stored_as": (setup(stored_as="compressed_tensors"), setup()),
     "version": (setup(version="0.21"), setup(version="1.2.1")),
     "release": (setup(version="1.3.0rc20"), setup(version="1.3.0rc22")),
     "mtp": (setup(arch=arch("kimi_k2"), mtp=1), setup(mtp=1)),

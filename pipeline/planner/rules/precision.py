@@ -37,6 +37,15 @@ def _format(setup: Setup) -> str | None:
     )
 
 
+def _stored_as(setup: Setup) -> str | None:
+    if setup.stored_as == "modelopt":
+        return None
+    return (
+        f"TensorRT-LLM's DeepSeek loader takes ModelOpt's layout, not quant.layout={setup.stored_as}: set quant.layout=modelopt, "
+        f"or convert for another runtime with engine=torch."
+    )
+
+
 def _experts(setup: Setup) -> str | None:
     fmt, sm = setup.expert_format, setup.hw.sm
     if not setup.supported or fmt not in setup.hw.weight_formats:
@@ -119,11 +128,12 @@ def _mixed(setup: Setup) -> str | None:
 RULES = (
     Rule("sm", REFUSE, _sm, f"{ISSUE} 18039; examples/models/core/deepseek_v3/README.md"),
     Rule("format", REFUSE, _format, f"{ISSUE}s 2869, 5018 (FP4 before Blackwell)"),
+    Rule("stored_as", REFUSE, _stored_as, "fused_moe/quantization.py: weight, weight_scale, weight_scale_2"),
     Rule("experts", REFUSE, _experts, "fused_moe_cutlass.py _QUANT_SUPPORT_TABLE, fused_moe_trtllm_gen.py"),
     Rule("experts_only", REFUSE, _experts_only, "linear.py get_quant_method: no W4A16_MXFP4"),
     Rule("columns", REFUSE, _columns, "formats that scale groups along K"),
     Rule("kv_nvfp4", REFUSE, _kv_nvfp4, f"{PULL}s 6244 (plain attention), 18723 (DeepSeek-V4 only)"),
     Rule("kv_bf16", WARN, _kv_bf16, "NVIDIA/TensorRT-LLM tech_blog/blog3"),
     Rule("weight_only", WARN, _weight_only, "fused_moe_cutlass.py (W4A16_NVFP4); vllm-project/vllm issue 54189"),
-    Rule("mixed", WARN, _mixed, "pipeline/checkpoint/quant_config.py: MIXED_PRECISION"),
+    Rule("mixed", WARN, _mixed, "pipeline/layouts/modelopt.py: MIXED_PRECISION"),
 )
