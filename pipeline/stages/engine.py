@@ -40,7 +40,8 @@ STAGE = Stage(
     after=("verify",),
     config=("engine",),
     code=(
-        "pipeline/stages/engine.py", "pipeline/engines", "pipeline/checkpoint", "pipeline/formats", "pipeline/models/arch.py",
+        "pipeline/stages/engine.py", "pipeline/engines", "pipeline/checkpoint", "pipeline/formats", "pipeline/layouts",
+        "pipeline/models/arch.py",
         "plugins/topk_router/reference.py", "triton_repo/torch/1/runtime.py",
     ),
     toolchain=toolchain,

@@ -38,8 +38,8 @@ STAGE = Stage(
     config=("verify",),
     reads_checkpoint="all",
     code=(
-        "pipeline/stages/verify.py", "pipeline/verify", "pipeline/checkpoint", "pipeline/formats", "pipeline/models",
-        "plugins/topk_router/reference.py",
+        "pipeline/stages/verify.py", "pipeline/verify", "pipeline/checkpoint", "pipeline/formats", "pipeline/layouts",
+        "pipeline/models", "plugins/topk_router/reference.py",
     ),
     toolchain=toolchain,
     run="pipeline.stages.verify:run",
