@@ -166,6 +166,16 @@ class WorkloadConfig:
     """Output tokens of a request."""
     concurrency: int | None = limited(None, least=1, most=2**20)
     """Requests in flight over the whole instance; null: as many as memory holds."""
+    chunked_prefill: bool = False
+    """Whether a long prompt is computed in several steps, between which others decode."""
+    turns: int = limited(1, least=1, most=2**16)
+    """Requests of one conversation; each brings back the earlier ones and their answers. `isl` is their mean."""
+    system_tokens: int = limited(0, least=0, most=MOST_TOKENS)
+    """Tokens at the start of every prompt that are the same in all conversations."""
+    sessions: int | None = limited(None, least=1, most=2**20)
+    """Conversations that are alive at once, those whose user is reading included; null: as many as requests in flight."""
+    trace: str | None = limited(None, empty=False, hint="name a JSONL file of arrival, isl, osl and, where known, session")
+    """JSONL file of requests (arrival in seconds, isl, osl, session); it replaces the lengths and the conversations."""
 
 
 @dataclass(slots=True, kw_only=True)

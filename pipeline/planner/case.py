@@ -8,6 +8,7 @@ from pipeline.config.schema import Config, HwConfig, TrtllmEngineConfig
 from pipeline.engines.trtllm.versions import known_lines, version_line
 from pipeline.models.arch import Arch
 from pipeline.planner.params import LINEAR_CLASSES
+from pipeline.planner.workload import Demand, demand_of
 
 __all__ = ["Case", "case_of"]
 
@@ -25,6 +26,8 @@ class Case:
     isl: int
     osl: int
     concurrency: int | None
+    demand: Demand
+    """The workload as requests; its means are `isl` and `osl`."""
     cut: str = ""
     """Why the lengths are not the workload's own."""
 
@@ -32,6 +35,16 @@ class Case:
     def hw(self) -> HwConfig:
         """The machine."""
         return self.config.hw
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt; the mean one where its lengths were changed."""
+        return max(self.isl, self.demand.longest_prompt if self.demand.isl == self.isl else 0)
+
+    @property
+    def longest(self) -> int:
+        """Prompt and answer of the longest request."""
+        return max(self.isl + self.osl, self.demand.longest if self.demand.isl == self.isl else 0)
 
     @property
     def family(self) -> str:
@@ -65,22 +78,29 @@ class Case:
 
 def case_of(config: Config, arch: Arch) -> Case:
     """The case of a configuration. Lengths that an embedded model, a stand-in, cannot have are cut."""
-    workload = config.workload
     quant = config.quant
     classes = (*LINEAR_CLASSES, "mtp")
     formats = dict.fromkeys(("embed", "lm_head", "norm", "router"), "bf16")
     formats |= {cls: getattr(quant, cls) for cls in classes}
+    demand = demand_of(config.workload, config.slo.tpot_ms)
     case = Case(
-        config=config, arch=arch, formats=formats, isl=workload.isl, osl=workload.osl, concurrency=workload.concurrency
+        config=config,
+        arch=arch,
+        formats=formats,
+        isl=demand.isl,
+        osl=demand.osl,
+        concurrency=demand.concurrency,
+        demand=demand,
     )
     embedded = (config.model.checkpoint or "").startswith("embedded:")
     limit = arch.max_position_embeddings
-    return _cut(case, limit) if embedded and workload.isl + workload.osl > limit else case
+    return _cut(case, limit) if embedded and demand.longest > limit else case
 
 
 def _cut(case: Case, limit: int) -> Case:
     """Shrink prompt and output alike to `limit` tokens."""
-    isl = max(1, case.isl * limit // (case.isl + case.osl))
+    isl = min(limit - 1, max(1, case.isl * limit // (case.isl + case.osl)))
     asked = f"{case.isl} + {case.osl} tokens"
     reason = f"{case.config.model.name} has {limit} positions, workload {case.config.workload.name} asks for {asked}"
-    return replace(case, isl=isl, osl=limit - isl, cut=f"{reason}: planned for {isl} + {limit - isl}")
+    short = Demand(isl, limit - isl, isl, limit, case.concurrency, ())
+    return replace(case, isl=isl, osl=limit - isl, demand=short, cut=f"{reason}: planned for {isl} + {limit - isl}")

@@ -15,7 +15,7 @@ from pipeline.planner.case import Case
 from pipeline.planner.memory import RankMemory, memory_of, tokens_per_block
 from pipeline.planner.setup import Layout, Setup, divides
 
-__all__ = ["Choice", "Decision", "choose", "gpu_counts", "size"]
+__all__ = ["Choice", "Decision", "choose", "gpu_counts", "moe_backend", "rank_limits", "size"]
 
 RECIPES = "NVIDIA/TensorRT-LLM examples/configs"
 
@@ -27,6 +27,8 @@ TPOT_OF_ADP_MS = 20.0
 """Attention DP was not measured below this time per token without MTP: B200 FP4 ADP8+EP8 23.9 ms at 256 requests."""
 ROOM = 64
 """Whole sequences a cache must hold for a layout to count as having room, when no concurrency is asked for."""
+CHUNK = 8192
+"""Tokens of one step of a chunked prefill: more does not fill the tensor cores better, less reads the weights too often."""
 LARGEST_BATCH = 1024
 """Largest max_batch_size of a rank in the recipes."""
 MARGIN_TOKENS = 256
@@ -101,11 +103,12 @@ def choose(case: Case) -> Choice:
 
 def size(case: Case, layout: Layout) -> Choice:
     """Limits of one rank under `layout`: the largest batch up to the wanted one whose sequences fit the cache."""
-    mtp, moe = _mtp(case, layout), _moe_backend(case, layout)
+    mtp, moe = _mtp(case, layout), moe_backend(case, layout)
     batch = math.ceil(case.concurrency / layout.cache_ranks) if case.concurrency else LARGEST_BATCH
     block = tokens_per_block(case.arch, case.hw.sm or 0)
+    prompt = min(case.longest_prompt, CHUNK) if case.config.workload.chunked_prefill else case.longest_prompt
     while True:
-        tokens = _round_up(case.isl + batch * (1 + mtp.value) + 64, 64)
+        tokens = _round_up(prompt + batch * (1 + mtp.value) + 64, 64)
         setup = _setup(case, layout, mtp=mtp.value, moe_backend=moe.value, max_batch_size=batch, max_num_tokens=tokens)
         memory = min(memory_of(setup), key=lambda rank: rank.kv_tokens)
         sequences = memory.sequences(case.isl + case.osl + mtp.value, block)
@@ -116,7 +119,7 @@ def size(case: Case, layout: Layout) -> Choice:
         setup=setup,
         memory=memory,
         sequences=sequences,
-        decisions=(mtp, moe, *_limits(case, layout, batch, tokens)),
+        decisions=(mtp, moe, *rank_limits(case, layout, batch, tokens)),
     )
 
 
@@ -184,7 +187,8 @@ def _mtp(case: Case, layout: Layout) -> Decision:
     return Decision("mtp", 1, f"attention DP below {NO_MTP_FROM} requests", RECIPES)
 
 
-def _moe_backend(case: Case, layout: Layout) -> Decision:
+def moe_backend(case: Case, layout: Layout) -> Decision:
+    """Backend of the recipes, unless one is asked for."""
     asked = case.trtllm.moe_backend
     if asked != "auto":
         return Decision("moe_backend", asked, "asked for", "engine.trtllm.moe_backend")
@@ -205,7 +209,8 @@ def _setup(case: Case, layout: Layout, **limits: Any) -> Setup:
         version=case.trtllm.version,
         kv_format=case.kv_format,
         fraction=case.trtllm.free_gpu_memory_fraction,
-        max_seq_len=min(case.isl + case.osl + MARGIN_TOKENS, case.arch.max_position_embeddings),
+        max_seq_len=min(case.longest + MARGIN_TOKENS, case.arch.max_position_embeddings),
+        chunked_prefill=case.config.workload.chunked_prefill,
         balanced=case.balanced,
         isl=case.isl,
         osl=case.osl,
@@ -227,20 +232,21 @@ def _layout_reason(case: Case, choice: Choice) -> str:
     return f"all GPUs of the node, whose caches add up{more}"
 
 
-def _limits(case: Case, layout: Layout, batch: int, tokens: int) -> tuple[Decision, ...]:
+def rank_limits(case: Case, layout: Layout, batch: int, tokens: int) -> tuple[Decision, ...]:
     """The numbers of one rank, with their reasons."""
     ranks = layout.cache_ranks
     if case.concurrency:
         batch_reason = f"{_requests(case)} over {ranks} cache{'s' if ranks > 1 else ''}"
     else:
         batch_reason = f"what the cache holds, {LARGEST_BATCH} at most"
+    prompt = f"{CHUNK} tokens of a prompt" if case.config.workload.chunked_prefill else "one whole prompt"
     if case.concurrency and case.concurrency <= LOW_CONCURRENCY:
         stream = Decision("stream_interval", 1, "few requests: every token is sent at once")
     else:
         stream = Decision("stream_interval", 10, "ten tokens a message: detokenising and sending cost less", RECIPES)
     return (
         Decision("max_batch_size", batch, f"per rank: {batch_reason}", "TensorRT-LLM counts per rank under ADP"),
-        Decision("max_num_tokens", tokens, "per rank: one whole prompt beside a full batch, rounded up to 64", RECIPES),
+        Decision("max_num_tokens", tokens, f"per rank: {prompt} beside a full batch, rounded up to 64", RECIPES),
         stream,
         Decision("cuda_graph_max_batch_size", batch, "no graph above max_batch_size", "TensorRT-LLM issue 10688"),
     )

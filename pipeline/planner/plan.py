@@ -14,6 +14,7 @@ from pipeline.planner.memory import tokens_per_block
 from pipeline.planner.nearest import nearest
 from pipeline.planner.params import main_parts, num_params, stored_bytes
 from pipeline.planner.picture import memory_svg, rank_bars
+from pipeline.planner.reuse import reuse_notes, reuse_of
 from pipeline.planner.rules import REFUSE, WARN, check
 from pipeline.planner.torch_limits import torch_decisions, torch_deploy, torch_memory, torch_rules, torch_warnings
 
@@ -77,13 +78,15 @@ def _plan_trtllm(case: Case) -> _Planned:
     choice = choose(case)
     findings = check(choice.setup)
     _refuse([f"{item.text} [{item.source}]" for item in findings if item.level == REFUSE], case)
+    reuse = reuse_of(case, choice)
     report = {
         "layout": str(choice.layout),
         "memory": _memory(choice),
         "limits": _limits(case, choice),
         "decisions": _decisions(choice.decisions),
+        "reuse": reuse,
         "findings": [asdict(item) for item in findings],
-        "warnings": _notes(case) + [item.text for item in findings if item.level == WARN],
+        "warnings": _notes(case) + reuse_notes(reuse) + [item.text for item in findings if item.level == WARN],
         "not_checked": ["Nothing here ran on a GPU: limits come from arithmetic and from published measurements."],
     }
     title = f"{case.config.model.title} on {case.hw.title}: memory of one rank"
@@ -131,6 +134,7 @@ def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
         "free_gpu_memory_fraction": case.trtllm.free_gpu_memory_fraction,
         "cuda_graph_max_batch_size": choice.value("cuda_graph_max_batch_size"),
         "stream_interval": choice.value("stream_interval"),
+        "chunked_prefill": choice.setup.chunked_prefill,
         "mtp": choice.setup.mtp,
         "moe_backend": choice.setup.moe_backend,
     }

@@ -18,6 +18,7 @@ def render(report: dict[str, Any]) -> list[str]:
         *_limits(report["limits"]),
         "",
         *_decisions(report["decisions"]),
+        *_reuse(report.get("reuse")),
         *[f"! {text}" for text in report["warnings"]],
         *[f"Not checked: {text}" for text in report["not_checked"]],
     ]
@@ -56,6 +57,13 @@ def _decisions(decisions: list[dict[str, Any]]) -> list[str]:
         source = f" [{row['source']}]" if row["source"] else ""
         lines.append(f"{row['name']} = {row['value']}".ljust(width) + f"  {row['reason']}{source}")
     return lines
+
+
+def _reuse(reuse: dict[str, Any] | None) -> list[str]:
+    if not reuse:
+        return []
+    found = f"{reuse['this_cache']:.1%} of the prompt tokens are in the cache ({reuse['endless_cache']:.1%} in an endless one)"
+    return ["", f"reuse: {found}: {reuse['computed_tokens']:,} of {reuse['prompt_tokens']:,} tokens of a prompt are computed"]
 
 
 def _table(rows: list[tuple[str, str, str]]) -> list[str]:

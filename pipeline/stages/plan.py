@@ -5,6 +5,7 @@ Needs no checkpoint: where there is one its own config.json counts, else `model.
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ from pipeline.planner.render import render
 
 __all__ = ["STAGE", "Plan", "make_plan", "render", "run"]
 
+
+def toolchain(config: Config) -> dict[str, str]:
+    """The content of a trace that is given by path."""
+    trace = config.workload.trace
+    found = trace is not None and Path(trace).is_file()
+    return {"workload.trace": sha256(Path(trace).read_bytes()).hexdigest()} if trace and found else {}
+
+
 STAGE = Stage(
     name="plan",
     version=1,
@@ -25,6 +34,7 @@ STAGE = Stage(
     reads_checkpoint="config",
     code=("pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py", "pipeline/engines/trtllm/versions"),
     run="pipeline.stages.plan:run",
+    toolchain=toolchain,
     light=True,
 )
 

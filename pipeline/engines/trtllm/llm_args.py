@@ -41,6 +41,8 @@ def render(deploy: dict[str, Any], line: VersionLine) -> dict[str, Any]:
     }
     if deploy["attention_dp"] and "attention_dp_config" in line.fields:
         args["attention_dp_config"] = dict(BALANCE)
+    if deploy.get("chunked_prefill"):
+        args["enable_chunked_prefill"] = True
     if deploy["mtp"]:
         args["speculative_config"] = {"decoding_type": "MTP", line.mtp_key: deploy["mtp"]}
     if problems := check(args, line):
