@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from pipeline.planner.perf.calibration import Calibration, level_of  # noqa: E402
-from pipeline.planner.perf.fit import cross_validate, fit, residuals  # noqa: E402
+from pipeline.planner.perf.fit import cross_validate, fit, fit_first_token, residuals  # noqa: E402
 from pipeline.planner.perf.interval import Z80  # noqa: E402
 from pipeline.planner.perf.points import Point, digest, read_points  # noqa: E402
 from pipeline.planner.perf.work import Array  # noqa: E402
@@ -79,7 +79,7 @@ def main() -> int:
 
 def run(points: list[Point], seeds: int) -> tuple[dict[str, Any], Calibration]:
     """The report and the calibration with its spreads."""
-    calibration = fit(points)
+    calibration = fit_first_token(points, fit(points))
     seen = [not point.derived for point in points]
     by_seed = [cross_validate(points, lambda point: point.key, FOLDS, seed) for seed in range(seeds)]
     unseen = {name: cross_validate(points, key, None) for name, key in (("hw", chip), ("lengths", lengths), ("engine", engine))}

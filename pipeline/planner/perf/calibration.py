@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 
 from pipeline.planner.perf.case import PerfCase
-from pipeline.planner.perf.step import COEFFICIENTS
+from pipeline.planner.perf.step import COEFFICIENTS, FIRST_TOKEN
 from pipeline.planner.perf.work import Array
 
 __all__ = ["QUANTITIES", "SCOPES", "Calibration", "Effect", "level_of", "shipped"]
@@ -67,7 +67,7 @@ class Calibration:
 
     def arrays(self, cases: Sequence[PerfCase]) -> dict[str, Array]:
         """Every coefficient for every case."""
-        logs = {name: np.full(len(cases), np.log(self.coefficients[name])) for name in COEFFICIENTS}
+        logs = {name: np.full(len(cases), np.log(self.coefficients[name])) for name in (*COEFFICIENTS, *FIRST_TOKEN)}
         for scope in SCOPES:
             table: dict[str, dict[str, float]] = {}
             for effect in self.effects:

@@ -7,27 +7,28 @@ around zero, which shrinks what few points support. Residuals are logs of measur
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipeline.planner.perf.calibration import QUANTITIES, Calibration, Effect, level_of
 from pipeline.planner.perf.points import Point
 from pipeline.planner.perf.serve import serve
-from pipeline.planner.perf.step import COEFFICIENTS, SWITCHES
+from pipeline.planner.perf.step import COEFFICIENTS, FIRST_TOKEN, SWITCHES
 from pipeline.planner.perf.work import Array, Columns, columns
 
-__all__ = ["EFFECTS", "cross_validate", "fit", "residuals"]
+__all__ = ["EFFECTS", "cross_validate", "fit", "fit_first_token", "residuals"]
 
 EFFECTS: tuple[tuple[str, str, float], ...] = (
     ("latency", "hw/precision", 0.15),
     ("experts", "hw/precision", 0.15),
+    ("experts", "hw/precision/engine", 0.15),
     ("prefill", "hw/precision", 0.20),
     ("sharing", "hw/precision", 0.30),
     ("flops", "hw/precision/backend", 0.30),
     ("latency", "engine", 0.10),
     ("latency", "hw/precision/engine", 0.15),
-    ("drafts", "hw/precision/engine", 0.10),
+    ("drafts", "hw/precision/engine", 0.15),
 )
 """Quantity, scope and prior standard deviation of its log."""
 NOISE = 0.05
@@ -43,6 +44,11 @@ class _Problem:
 
     cols: Columns
     target: Array
+    quantity: str
+    """tpot or ttft."""
+    priors: Mapping[str, tuple[float, float]]
+    fixed: Mapping[str, Array]
+    """Coefficients that this fit leaves alone."""
     effects: tuple[tuple[str, str, str], ...]
     """Quantity, scope, level."""
     members: Array
@@ -51,16 +57,15 @@ class _Problem:
     """Prior standard deviation of every parameter."""
 
     def coefficients(self, x: Array) -> dict[str, Array]:
-        names = list(COEFFICIENTS)
-        logs = {name: np.log(COEFFICIENTS[name][0]) + x[i] + np.zeros(len(self.target)) for i, name in enumerate(names)}
-        for (quantity, _, _), value, member in zip(self.effects, x[len(names) :], self.members, strict=True):
+        logs = {name: np.log(self.priors[name][0]) + x[i] + np.zeros(len(self.target)) for i, name in enumerate(self.priors)}
+        for (quantity, _, _), value, member in zip(self.effects, x[len(self.priors) :], self.members, strict=True):
             sign, targets = QUANTITIES[quantity]
             for name in targets:
                 logs[name] = logs[name] + sign * value * member
-        return {name: np.exp(value) for name, value in logs.items()}
+        return {**self.fixed, **{name: np.exp(value) for name, value in logs.items()}}
 
     def residual(self, x: Array) -> Array:
-        return self.target - np.log(serve(self.cols, self.coefficients(x)).tpot)
+        return self.target - np.log(getattr(serve(self.cols, self.coefficients(x)), self.quantity))
 
     def cost(self, x: Array, residual: Array) -> float:
         size = np.abs(residual) / NOISE
@@ -68,7 +73,7 @@ class _Problem:
         return float(loss.sum() + ((x / self.deviation) ** 2).sum())
 
 
-def _problem(points: Sequence[Point]) -> _Problem:
+def _tpot_problem(points: Sequence[Point]) -> _Problem:
     cases = [point.case for point in points if point.case]
     effects, deviation, members = [], [sd for _, sd in COEFFICIENTS.values()], []
     for quantity, scope, sd in EFFECTS:
@@ -78,12 +83,40 @@ def _problem(points: Sequence[Point]) -> _Problem:
             deviation.append(sd)
             members.append([float(item == level) for item in levels])
     target = np.log([point.tpot_ms / 1e3 for point in points if point.tpot_ms])
-    return _Problem(columns(cases, SWITCHES), target, tuple(effects), np.array(members), np.array(deviation))
+    fixed = {name: np.full(len(cases), value) for name, (value, _) in FIRST_TOKEN.items()}
+    cols = columns(cases, SWITCHES)
+    return _Problem(cols, target, "tpot", COEFFICIENTS, fixed, tuple(effects), np.array(members), np.array(deviation))
 
 
-def fit(points: Sequence[Point], rounds: int = 40) -> Calibration:
+def _ttft_problem(points: Sequence[Point], calibration: Calibration) -> _Problem:
+    chosen = [point for point in points if point.case and point.ttft_ms]
+    cases = [point.case for point in chosen if point.case]
+    target = np.log([point.ttft_ms / 1e3 for point in chosen if point.ttft_ms])
+    deviation = np.array([sd for _, sd in FIRST_TOKEN.values()])
+    fixed, cols = calibration.arrays(cases), columns(cases, SWITCHES)
+    return _Problem(cols, target, "ttft", FIRST_TOKEN, fixed, (), np.empty((0, 0)), deviation)
+
+
+def fit(points: Sequence[Point]) -> Calibration:
     """Calibrate on points that have cases and TPOT. The result carries no spread: that takes cross-validation."""
-    problem = _problem(points)
+    problem = _tpot_problem(points)
+    x = _minimum(problem)
+    shared = len(COEFFICIENTS)
+    first = {name: value for name, (value, _) in FIRST_TOKEN.items()}
+    found = {name: float(COEFFICIENTS[name][0] * np.exp(x[i])) for i, name in enumerate(COEFFICIENTS)}
+    effects = tuple(Effect(*which, float(value)) for which, value in zip(problem.effects, x[shared:], strict=True))
+    return Calibration({**found, **first}, effects, {}, _ranges(points))
+
+
+def fit_first_token(points: Sequence[Point], calibration: Calibration) -> Calibration:
+    """The same calibration with what only TTFT depends on."""
+    x = _minimum(_ttft_problem(points, calibration))
+    first = {name: float(FIRST_TOKEN[name][0] * np.exp(x[i])) for i, name in enumerate(FIRST_TOKEN)}
+    return replace(calibration, coefficients={**calibration.coefficients, **first})
+
+
+def _minimum(problem: _Problem, rounds: int = 40) -> Array:
+    """The parameters of least cost."""
     x = np.zeros(len(problem.deviation))
     residual = problem.residual(x)
     cost, damping = problem.cost(x, residual), 1e-2
@@ -95,10 +128,7 @@ def fit(points: Sequence[Point], rounds: int = 40) -> Calibration:
         x, residual, cost, damping = moved
         if done:
             break
-    shared = len(COEFFICIENTS)
-    coefficients = {name: float(COEFFICIENTS[name][0] * np.exp(x[i])) for i, name in enumerate(COEFFICIENTS)}
-    effects = tuple(Effect(*which, float(value)) for which, value in zip(problem.effects, x[shared:], strict=True))
-    return Calibration(coefficients, effects, {}, _ranges(points))
+    return x
 
 
 def _move(

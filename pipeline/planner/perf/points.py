@@ -22,7 +22,7 @@ from pipeline.config.schema import HwConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.arch import Arch
 from pipeline.planner.perf.case import Machine, PerfCase, checkpoint_formats
-from pipeline.planner.perf.recipes import NOVEMBER, Recipe, recipe
+from pipeline.planner.perf.recipes import NOVEMBER, Recipe, piecewise, recipe
 
 __all__ = ["Point", "digest", "fingerprint", "read_point", "read_points"]
 
@@ -131,8 +131,10 @@ def _case(row: Mapping[str, Any], arch: Arch, machine: Machine) -> PerfCase:
 
 
 def _direct(row: Mapping[str, Any], ep: int, adp: bool) -> Recipe:
-    """A run whose row says what it set."""
-    return Recipe(ep, adp, int(row.get("mtp") or 0), row.get("moe_backend") or "TRTLLM", row.get("max_num_tokens") or 8192)
+    """A run whose row says what it set; those of zufayu/ClaudeSkillsE2EPerf follow the InferenceX scripts of 2026."""
+    graphs = row["source_class"] == "zufayu_raw" and piecewise(row["precision"], adp, (row["isl"], row["osl"]), row["concurrency"])
+    tokens = row.get("max_num_tokens") or 8192
+    return Recipe(ep, adp, int(row.get("mtp") or 0), row.get("moe_backend") or "TRTLLM", tokens, graphs)
 
 
 def _layout(row: Mapping[str, Any]) -> tuple[int, int, bool]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Recipe", "recipe"]
+__all__ = ["NOVEMBER", "Recipe", "piecewise", "recipe"]
 
 NOVEMBER = "2025-11"
 """Stands in for the engine version of rows that have none."""
@@ -42,8 +42,13 @@ def recipe(row: Mapping[str, Any], engine: str, tp: int, ep: int, adp: bool) -> 
     new = engine.startswith("1.2")
     batch = concurrency // tp if adp and mtp else concurrency
     limit = math.ceil(((mtp + 1 if mtp else 1) * batch + lengths[0] + 64) / 64) * 64
-    piecewise = new and precision == "fp8" and not adp and concurrency >= (128 if lengths == (1024, 8192) else 64)
-    return Recipe(ep, adp, mtp, _backend(hw, precision, engine, adp), max(limit, 8192) if new else limit, piecewise)
+    graphs = new and piecewise(precision, adp, lengths, concurrency)
+    return Recipe(ep, adp, mtp, _backend(hw, precision, engine, adp), max(limit, 8192) if new else limit, graphs)
+
+
+def piecewise(precision: str, adp: bool, lengths: tuple[int, int], concurrency: int) -> bool:
+    """Whether the scripts of 2026, and runs that follow them, capture steps with context in piecewise CUDA graphs."""
+    return precision == "fp8" and not adp and concurrency >= (128 if lengths == (1024, 8192) else 64)
 
 
 def _november(hw: str, precision: str, lengths: tuple[int, int], concurrency: int, tp: int) -> tuple[int, bool]:

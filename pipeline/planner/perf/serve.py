@@ -63,8 +63,15 @@ def serve(cols: Columns, e: Mapping[str, Array]) -> Served:
     steps = np.maximum(1 - np.exp(-arrivals), arrivals * cols.isl / cols.max_num_tokens)
     interference = others * (steps * fixed + arrivals * work / together)
     tpot = (step + interference) / gain
-    busy = np.minimum(interference / (step + interference), 0.95)
-    ttft = e["first_token_ms"] * 1e-3 + step + fixed + work + (step + work) / 2 * busy / (1 - busy)
+    ttft = _first_token(cols, e, step, fixed + work, batch)
     rate = batch / (ttft + cols.osl * tpot)
     ttft = ttft + (cols.concurrency - batch) / rate
     return Served(ttft, tpot, batch, gain, decode, context, rate, interference)
+
+
+def _first_token(cols: Columns, e: Mapping[str, Array], step: Array, prompt: Array, batch: Array) -> Array:
+    """From sending to the first token: client, half a step, the prompts in front and one's own."""
+    own = prompt * (1 + e["draft_first"] * (cols.mtp > 0))
+    client = (e["client_ms"] + cols.waves * e["waves_ms"]) * 1e-3
+    front = cols.waves * e["waves"] * (batch - 1) / cols.dp * prompt
+    return client + step / 2 + cols.adp * e["balance_wait"] * 60 * step + front + own

@@ -42,9 +42,16 @@ COEFFICIENTS: dict[str, tuple[float, float]] = {
     "prefill_attention": (0.35, 0.4),
     "prefill_passes": (60.0, 0.5),
     "adp_share": (0.85, 0.3),  # exponent: contexts of ranks that run side by side; blog 10 balances 54 to 88 % of 8 ranks
-    "first_token_ms": (60.0, 0.7),  # client, tokenizer, HTTP
 }
 """Coefficient -> (prior median, standard deviation of its log)."""
+FIRST_TOKEN: dict[str, tuple[float, float]] = {
+    "client_ms": (40.0, 0.7),  # tokenizer, HTTP, answer
+    "waves_ms": (60.0, 0.7),  # more where all requests start at once and stay in waves, as InferenceX sends them
+    "waves": (0.05, 0.7),  # share of the other requests whose prompts are then in front
+    "balance_wait": (0.3, 0.7),  # share of 60 steps that attention-DP ranks wait for prompts on all of them
+    "draft_first": (0.5, 0.7),  # more of a prompt's own time with MTP
+}
+"""The same for what only TTFT depends on."""
 
 SWITCHES = ("absorption", "topk_fusion", "router_gemm", "multi_stream", "cuda_graph", "overlap")
 """Optimisations that a case can switch off inside a step; the others are other cases (`ablate`)."""

@@ -165,6 +165,8 @@ class Columns(NamedTuple):
     piecewise: Array
     alltoall: Array
     """1 where a token goes only to the ranks of its experts, 0 where it is gathered everywhere."""
+    waves: Array
+    """1 where all requests start at once (`PerfCase.runner`)."""
     off: dict[str, Array]
     """Optimisation -> 1 where it is switched off."""
 
@@ -179,7 +181,8 @@ def _row(case: PerfCase, shard: Shard, off: Sequence[str]) -> tuple[float, ...]:
         machine.bandwidth, kv_flops, machine.flops["bf16"], machine.nvlink if inside else machine.scale_out,
         case.tp, case.ep, dp, float(case.attention_dp), arch.latent_dim * KV_BYTES[case.kv_format], payload,
         case.concurrency, case.isl, case.osl, case.mtp, case.acceptance or np.nan, _slots(case, dp, shard),
-        case.max_num_tokens, case.piecewise_graphs, case.alltoall, *(float(name in case.without) for name in off),
+        case.max_num_tokens, case.piecewise_graphs, case.alltoall,
+        case.runner == "inferencex", *(float(name in case.without) for name in off),
     )  # fmt: skip
 
 
