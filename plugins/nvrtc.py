@@ -1,0 +1,170 @@
+"""CUDA kernels compiled at first use by NVRTC (torch ships it: no nvcc, no C++ compiler) and launched on torch's stream.
+
+A `Source` is one .cu file without headers; `source.module(**defines)` is that file compiled for the current GPU with
+`-DNAME=VALUE`. Cubins are kept in `$R1_PIPELINE_CACHE` or `~/.cache/r1-pipeline/kernels` under the hash of everything
+that went in; each appears by one rename, so that any number of processes may compile at once. Launches may be captured in
+CUDA graphs. torch is imported when a kernel is asked for, not before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.core.errors import MissingToolError, StageError
+
+__all__ = ["Module", "Source"]
+
+FLAGS = ("--std=c++17",)
+PROGRAMMATIC_SERIALIZATION = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id, then a 64-byte union of which an int is used here."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+_OVERLAP = _Attribute(id=PROGRAMMATIC_SERIALIZATION, value=1)
+
+
+class Source:
+    """One .cu file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._modules: dict[tuple[Any, ...], Module] = {}
+
+    def module(self, **defines: int | float) -> Module:
+        """Compiled for the current GPU, or taken from the cache; MissingToolError without a GPU or NVRTC."""
+        key = (_architecture(), *sorted(defines.items()))
+        if key not in self._modules:
+            options = (f"--gpu-architecture={key[0]}", *FLAGS, *(f"-D{name}={value}" for name, value in sorted(defines.items())))
+            self._modules[key] = Module(_cached(self.path.read_bytes(), options))
+        return self._modules[key]
+
+
+class Module:
+    """A loaded cubin."""
+
+    def __init__(self, cubin: bytes) -> None:
+        self._library = ctypes.c_void_p()
+        self._functions: dict[str, ctypes.c_void_p] = {}
+        _ok(_driver().cuLibraryLoadData(ctypes.byref(self._library), cubin, None, None, 0, None, None, 0), "load a kernel")
+
+    def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, overlap: bool = False) -> None:
+        """Launch on the current stream. Tensors are passed as pointers, int as int, float as float.
+
+        `overlap`: programmatic dependent launch; only for kernels that wait (`griddepcontrol.wait`) before they read.
+        """
+        import torch
+
+        values = [_argument(value) for value in args]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        stream = torch.cuda.current_stream().cuda_stream
+        config = _Launch(*grid, threads, 1, 1, 0, stream, ctypes.pointer(_OVERLAP) if overlap else None, int(overlap))
+        _ok(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function(name), pointers, None), f"launch {name}")
+
+    def _function(self, name: str) -> ctypes.c_void_p:
+        if name not in self._functions:
+            kernel = ctypes.c_void_p()
+            _ok(_driver().cuLibraryGetKernel(ctypes.byref(kernel), self._library, name.encode()), f"find {name}")
+            self._functions[name] = kernel
+        return self._functions[name]
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_void_p(value.data_ptr())
+
+
+def _architecture() -> str:
+    """sm_90, of the current GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingToolError("This kernel needs an NVIDIA GPU that torch can use; torch.cuda.is_available() is false here.")
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def _cached(source: bytes, options: Sequence[str]) -> bytes:
+    """The cubin from the cache, or compiled into it."""
+    version = (ctypes.c_int(), ctypes.c_int())
+    _compiler().nvrtcVersion(*(ctypes.byref(part) for part in version))
+    known = hashlib.sha256(repr((source, options, version[0].value, version[1].value)).encode()).hexdigest()
+    folder = Path(os.environ.get("R1_PIPELINE_CACHE") or Path.home() / ".cache" / "r1-pipeline") / "kernels"
+    file = folder / f"{known}.cubin"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as temporary:
+            temporary.write(compile_source(source, options))
+        os.replace(temporary.name, file)
+    return file.read_bytes()
+
+
+def compile_source(source: bytes, options: Sequence[str]) -> bytes:
+    """The cubin of a source; needs NVRTC, but no GPU."""
+    nvrtc, program, size = _compiler(), ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None)
+    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), words)
+    what = "ProgramLog" if failed else "CUBIN"
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    result = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, result)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise StageError(f"NVRTC refused a kernel ({' '.join(options)}): {result.value.decode()}")
+    return result.raw
+
+
+@functools.cache
+def _compiler() -> ctypes.CDLL:
+    """NVRTC of torch's own CUDA wheels, else the system's."""
+    spec = importlib.util.find_spec("nvidia")
+    wheels = [file for root in (spec.submodule_search_locations or () if spec else ()) for file in Path(root).glob("*/lib/lib*")]
+    found = sorted(str(file) for file in wheels if file.name.startswith("libnvrtc.so."))
+    for name in (*found, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
+        try:
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):  # it looks for them by name alone
+                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise MissingToolError("libnvrtc.so.13 (or .12) was not found: install nvidia-cuda-nvrtc, or torch with CUDA, which brings it.")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise MissingToolError(f"The NVIDIA driver's libcuda.so.1 cannot be loaded: {error}") from error
+
+
+def _ok(code: int, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise StageError(f"CUDA could not {what}: {(text.value or b'unknown error').decode()} ({code})")

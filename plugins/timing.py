@@ -1,0 +1,63 @@
+"""Device time of GPU work: medians of CUDA graph replays, and what a result file must say about the machine."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["copy_bandwidth", "graph_seconds", "machine"]
+
+Call = Callable[[], Any]
+FLUSH_BYTES = 256 << 20
+
+
+def graph_seconds(calls: Sequence[Call], replays: int = 20, flush: bool = False) -> float:
+    """Median seconds of one call, all captured in one graph in order. `flush`: each finds a cold L2."""
+    if not flush:
+        return _replayed(calls, replays)
+    scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    mixed = [step for call in calls for step in (scratch.zero_, call)]
+    return 2 * _replayed(mixed, replays) - _replayed([scratch.zero_] * len(calls), replays)
+
+
+def copy_bandwidth(total_bytes: int, sets: int = 1, replays: int = 20) -> float:
+    """Bytes read and written a second by a device-to-device copy of `total_bytes` traffic, over `sets` pairs in turn."""
+    pairs = [[torch.randint(0, 255, (total_bytes // 2,), dtype=torch.uint8, device="cuda") for _ in range(2)] for _ in range(sets)]
+    return total_bytes / graph_seconds([lambda p=pair: p[0].copy_(p[1]) for pair in pairs], replays)
+
+
+def machine() -> dict[str, str]:
+    """Device, driver and versions."""
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "python": platform.python_version()}
+    return {"device": torch.cuda.get_device_name(), "driver": driver, **versions, "date": date}
+
+
+def _replayed(calls: Sequence[Call], replays: int) -> float:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        kept: list[Tensor] = [call() for call in calls[:2] for _ in range(2)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    times = []
+    for _ in range(replays + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    del kept
+    return statistics.median(times[3:])

@@ -1,0 +1,183 @@
+// DeepSeek-V3 routing, one warp a token.
+//
+// A lane owns EXPERTS/32 contiguous experts, so lanes ascend as expert indices do and the lowest lane of a ballot is the
+// lowest index: ties need no wider keys. Values are compared as integers ("keys") that are ordered as the floats are, with
+// NaN on top as in torch.sort. With groups, the keys of the kept groups are dealt out again over all 32 lanes through shared
+// memory, in order, so that each lane sorts as few as possible. A pick is one warp maximum and one ballot.
+//
+// Compiled by NVRTC for one configuration: EXPERTS, GROUPS, KEPT (groups), TOP_K, NORMALIZE. Launch with any number of warps
+// up to 8 a block.
+
+typedef unsigned int u32;
+
+constexpr int MAX_WARPS = 8;
+constexpr int OWN = EXPERTS / 32;              // experts of a lane
+constexpr int LANES = 32 / GROUPS;             // lanes of a group
+constexpr int GROUP_SIZE = EXPERTS / GROUPS;
+constexpr int CANDIDATES = KEPT * GROUP_SIZE;  // experts left after the groups
+constexpr int HELD = CANDIDATES / 32;          // candidates of a lane
+constexpr int SPREAD = TOP_K <= 1 ? 1 : TOP_K <= 2 ? 2 : TOP_K <= 4 ? 4 : TOP_K <= 8 ? 8 : TOP_K <= 16 ? 16 : 32;
+constexpr bool LIMITED = KEPT < GROUPS;
+
+static_assert(OWN * 32 == EXPERTS && LANES * GROUPS == 32 && HELD * 32 == CANDIDATES, "experts must split evenly over 32 lanes");
+static_assert(TOP_K <= 32 && TOP_K <= CANDIDATES, "more experts asked for than lanes or candidates");
+
+__device__ __forceinline__ u32 key_of(float value) {
+  const u32 bits = __float_as_uint(value);
+  return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
+}
+
+__device__ __forceinline__ float value_of(u32 key) { return __uint_as_float(key ^ ((key >> 31) ? 0x80000000u : 0xFFFFFFFFu)); }
+
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
+
+// COUNT consecutive words from `from`, 16 bytes at a time where COUNT allows.
+template <int COUNT, class Word>
+__device__ __forceinline__ void copy(Word* to, const Word* from) {
+  if constexpr (COUNT % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < COUNT / 4; ++i) ((uint4*)to)[i] = ((const uint4*)from)[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) to[i] = from[i];
+  }
+}
+
+// The two largest of two such pairs.
+__device__ __forceinline__ void merge(u32& first, u32& second, u32 other_first, u32 other_second) {
+  second = max(min(first, other_first), max(second, other_second));
+  first = max(first, other_first);
+}
+
+// Two largest keys of this lane's group, as a tree: latency is what counts here.
+__device__ __forceinline__ void best_two(const u32 (&keys)[OWN], u32& first, u32& second) {
+  u32 firsts[OWN], seconds[OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; ++i) firsts[i] = keys[i], seconds[i] = 0;
+#pragma unroll
+  for (int distance = 1; distance < OWN; distance *= 2)
+#pragma unroll
+    for (int i = 0; i + distance < OWN; i += 2 * distance)
+      merge(firsts[i], seconds[i], firsts[i + distance], seconds[i + distance]);
+  first = firsts[0], second = seconds[0];
+#pragma unroll
+  for (int distance = 1; distance < LANES; distance *= 2)
+    merge(first, second, __shfl_xor_sync(~0u, first, distance), __shfl_xor_sync(~0u, second, distance));
+}
+
+// Whether this lane's group is among the KEPT best, ties by lowest index. The lanes of a group share the comparisons.
+__device__ __forceinline__ bool group_kept(const u32 (&keys)[OWN], int lane) {
+  const int group = lane / LANES, part = lane % LANES;
+  u32 first, second;
+  best_two(keys, first, second);
+  const u32 mine = key_of(value_of(first) + value_of(second));
+  int better = 0;
+#pragma unroll
+  for (int start = 0; start < GROUPS; start += LANES) {
+    const int other = start + part;
+    const u32 theirs = __shfl_sync(~0u, mine, other * LANES);
+    const bool ahead = other < GROUPS && (theirs > mine || (theirs == mine && other < group));
+    better += __popc(__ballot_sync(~0u, ahead) >> group * LANES & (u32)((1ull << LANES) - 1));
+  }
+  return better < KEPT;
+}
+
+// Stable descending sort: only neighbours change places, and only if out of order.
+template <int COUNT>
+__device__ __forceinline__ void sort(u32 (&keys)[COUNT], int (&slots)[COUNT]) {
+#pragma unroll
+  for (int round = 0; round < COUNT; ++round) {
+#pragma unroll
+    for (int i = round % 2; i + 1 < COUNT; i += 2) {
+      const bool swap = keys[i + 1] > keys[i];
+      const u32 high = max(keys[i], keys[i + 1]), low = min(keys[i], keys[i + 1]);
+      const int ahead = swap ? slots[i + 1] : slots[i], behind = swap ? slots[i] : slots[i + 1];
+      keys[i] = high, keys[i + 1] = low, slots[i] = ahead, slots[i + 1] = behind;
+    }
+  }
+}
+
+// Takes the TOP_K best of all lanes' sorted candidates into `picks`. The quick form lets every lane that holds the maximum go
+// on at once, which is right unless two lanes hold it; it returns whether that happened. The exact form lets the lowest go.
+template <bool EXACT>
+__device__ __forceinline__ bool take(u32 (&held)[HELD], int (&slots)[HELD], int* picks, int lane) {
+  u32 ties = 0;
+#pragma unroll
+  for (int rank = 0; rank < TOP_K; ++rank) {
+    const bool has = held[0] == __reduce_max_sync(~0u, held[0]);
+    const u32 all = __ballot_sync(~0u, has);
+    ties |= all & (all - 1);
+    if (has && (!EXACT || (all & ((1u << lane) - 1)) == 0)) {
+      picks[rank] = slots[0];
+#pragma unroll
+      for (int i = 0; i + 1 < HELD; ++i) held[i] = held[i + 1], slots[i] = slots[i + 1];
+      held[HELD - 1] = 0;
+    }
+  }
+  return ties != 0;
+}
+
+// Sorted candidates of this lane, from those in order.
+__device__ __forceinline__ void arrange(u32 (&held)[HELD], int (&slots)[HELD], const u32* candidates, int lane) {
+  copy<HELD>(held, candidates);
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) slots[i] = lane * HELD + i;
+  sort(held, slots);
+}
+
+// logits [tokens, EXPERTS], bias [EXPERTS] -> weights and indices [tokens, TOP_K]
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
+topk_router(const float* __restrict__ logits, const float* __restrict__ bias, float* __restrict__ weights,
+            int* __restrict__ indices, int tokens, float scale) {
+  alignas(16) __shared__ u32 dealt_keys[MAX_WARPS][CANDIDATES];
+  __shared__ int kept_groups[MAX_WARPS][KEPT], picks[MAX_WARPS][TOP_K];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.x * (blockDim.x / 32) + warp;
+  alignas(16) float values[OWN], biases[OWN];
+  copy<OWN>(biases, bias + lane * OWN);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  if (token >= tokens) return;
+  const float* own_logits = logits + (size_t)token * EXPERTS;
+  copy<OWN>(values, own_logits + lane * OWN);
+  alignas(16) u32 keys[OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; ++i) keys[i] = key_of(sigmoid(values[i]) + biases[i]);
+  const u32* candidates = keys;
+  if constexpr (LIMITED) {
+    const bool kept = group_kept(keys, lane);
+    const int place = __popc(__ballot_sync(~0u, kept) & ((1u << lane / LANES * LANES) - 1)) / LANES;
+    if (kept) {
+      copy<OWN>(dealt_keys[warp] + place * GROUP_SIZE + lane % LANES * OWN, keys);
+      if (lane % LANES == 0) kept_groups[warp][place] = lane / LANES;
+    }
+    __syncwarp();
+    candidates = dealt_keys[warp] + lane * HELD;
+  }
+  alignas(16) u32 held[HELD];
+  int slots[HELD];
+  arrange(held, slots, candidates, lane);
+  if (take<false>(held, slots, picks[warp], lane)) {
+    __syncwarp();
+    arrange(held, slots, candidates, lane);
+    take<true>(held, slots, picks[warp], lane);
+  }
+  __syncwarp();
+  int expert = 0;
+  float weight = 0.f;
+  if (lane < TOP_K) {
+    expert = picks[warp][lane];
+    if constexpr (LIMITED) expert = kept_groups[warp][expert / GROUP_SIZE] * GROUP_SIZE + expert % GROUP_SIZE;
+    weight = sigmoid(own_logits[expert]);
+  }
+  if constexpr (NORMALIZE) {
+    float sum = weight;
+#pragma unroll
+    for (int distance = 1; distance < SPREAD; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+    weight = __fdividef(weight, sum + 1e-20f);
+  }
+  if (lane >= TOP_K) return;
+  weights[(size_t)token * TOP_K + lane] = weight * scale;
+  indices[(size_t)token * TOP_K + lane] = expert;
+}

@@ -1,0 +1,73 @@
+"""Compiling kernels at first use: the cache, and the sentences where a GPU, a driver or NVRTC is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.errors import MissingToolError, StageError
+
+torch = pytest.importorskip("torch", reason="kernels run on torch's device")
+
+from plugins import nvrtc  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "plugins").glob("*/kernel.cu"))
+DEFINES = {"topk_router": {"EXPERTS": 256, "GROUPS": 8, "KEPT": 4, "TOP_K": 8, "NORMALIZE": 1}}
+
+
+def has_nvrtc() -> bool:
+    try:
+        nvrtc._compiler()
+    except MissingToolError:
+        return False
+    return True
+
+
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="no NVRTC here")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_kernels_are_refused_in_a_sentence() -> None:
+    with pytest.raises(MissingToolError, match="needs an NVIDIA GPU"):
+        nvrtc.Source(SOURCES[0]).module()
+
+
+def test_a_compiled_kernel_is_kept_and_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[bytes] = []
+
+    class Compiler:
+        @staticmethod
+        def nvrtcVersion(*_: object) -> int:  # noqa: N802
+            return 0
+
+    monkeypatch.setenv("R1_PIPELINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_compiler", Compiler)
+    monkeypatch.setattr(nvrtc, "compile_source", lambda source, options: compiled.append(source) or b"cubin of " + source)
+    assert [nvrtc._cached(b"a", ("-DX=1",)), nvrtc._cached(b"a", ("-DX=1",))] == [b"cubin of a"] * 2
+    assert nvrtc._cached(b"a", ("-DX=2",)) == b"cubin of a"
+    assert len(compiled) == 2
+    assert sorted(file.suffix for file in (tmp_path / "kernels").iterdir()) == [".cubin"] * 2
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.parent.name)
+def test_kernels_compile(source: Path, architecture: str) -> None:
+    defines = DEFINES.get(source.parent.name, {})
+    options = (f"--gpu-architecture={architecture}", *nvrtc.FLAGS, *(f"-D{name}={value}" for name, value in defines.items()))
+    assert nvrtc.compile_source(source.read_bytes(), options).startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+def test_a_kernel_that_does_not_compile_says_why() -> None:
+    with pytest.raises(StageError, match="expected a"):
+        nvrtc.compile_source(b"int;;x(", ("--gpu-architecture=sm_90",))
+
+
+def test_ops_are_registered_without_touching_a_gpu() -> None:
+    code = "import plugins.topk_router.op, plugins.nvfp4_convert.op, torch; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

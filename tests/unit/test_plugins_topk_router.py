@@ -1,0 +1,131 @@
+"""The router kernel against its reference: its own source run on the CPU, the op everywhere, and the op on a GPU if any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.core.errors import ConfigError
+from tests._utils.cuda_on_cpu import CudaOnCpu
+
+torch = pytest.importorskip("torch", reason="routers are torch ops")
+
+from plugins.topk_router import op  # noqa: E402
+from plugins.topk_router.reference import route  # noqa: E402
+
+KERNEL = Path(op.__file__).with_name("kernel.cu")
+SIGNATURES = {"topk_router": "const float*, const float*, float*, int*, int, float"}
+CONFIGS = {
+    "deepseek_r1": (256, 8, 4, 8, 2.5, True),
+    "kimi_k2": (384, 1, 1, 8, 2.827, True),
+    "glm_4.5": (160, 1, 1, 8, 2.5, True),
+    "small": (64, 4, 2, 6, 1.0, False),
+}
+TOKENS = 13
+
+
+def inputs(kind: str, experts: int, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and bias that tell ties, masks and extremes apart."""
+    generator = torch.Generator().manual_seed(experts + len(kind))
+    logits = torch.randn(tokens, experts, generator=generator) * 2
+    bias = torch.randn(experts, generator=generator) * 0.1
+    if kind == "ties":
+        return logits.round(), (bias * 10).round()
+    if kind == "equal":
+        return torch.zeros(tokens, experts), torch.zeros(experts)
+    if kind == "extreme":
+        logits[:, ::3], logits[:, 1::3], bias[::7] = -torch.inf, 200.0, -5.0
+        logits[:, 5], logits[0] = torch.inf, -torch.inf
+    if kind == "nan":
+        logits[1::2, 37] = torch.nan
+    return logits, bias
+
+
+KINDS = ("random", "ties", "equal", "extreme", "nan")
+
+
+def check(found: tuple[torch.Tensor, torch.Tensor], logits: torch.Tensor, bias: torch.Tensor, *config: object) -> None:
+    """Same experts as the reference, except where choices are closer than two float32 sigmoids can be."""
+    weights, indices = (tensor.cpu() for tensor in found)
+    wanted, experts = route(logits, bias, *config)
+    choice = logits.sigmoid() + bias
+    assert ((indices >= 0) & (indices < logits.shape[1])).all()
+    gaps = (choice.gather(1, indices.long()) - choice.gather(1, experts)).abs().nan_to_num()
+    assert float(gaps.max()) < 1e-6
+    assert (indices.long() == experts).float().mean() > 0.999
+    same = (indices.long() == experts).all(dim=1)
+    torch.testing.assert_close(weights[same], wanted[same], rtol=2e-6, atol=1e-7, equal_nan=True)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple, CudaOnCpu]:
+    config = CONFIGS[request.param]
+    defines = dict(zip(("EXPERTS", "GROUPS", "KEPT", "TOP_K"), config[:4], strict=True)) | {"NORMALIZE": int(config[5])}
+    return config, CudaOnCpu(KERNEL, SIGNATURES, defines, tmp_path_factory.mktemp("router"))
+
+
+@pytest.mark.parametrize("warps", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernel_vs_reference(kernel: tuple[tuple, CudaOnCpu], kind: str, warps: int) -> None:
+    (experts, *config), source = kernel
+    logits, bias = inputs(kind, experts)
+    weights, indices = np.full((TOKENS, config[2]), np.nan, np.float32), np.full((TOKENS, config[2]), -1, np.int32)
+    grid = (-(-TOKENS // warps), 1, 1)
+    arrays = (logits.numpy(), bias.numpy(), weights, indices)
+    source.launch("topk_router", grid, 32 * warps, *arrays, TOKENS, float(config[3]))
+    check((torch.from_numpy(weights), torch.from_numpy(indices)), logits, bias, *config)
+
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use here")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [0, 1, 61, 4099])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_op_vs_reference(device: str, tokens: int, config: tuple) -> None:
+    for kind in KINDS:
+        logits, bias = inputs(kind, config[0], max(tokens, 1))
+        logits = logits[:tokens]
+        found = torch.ops.r1_pipeline.topk_router(logits.to(device), bias.to(device), *config[1:])
+        assert [tensor.dtype for tensor in found] == [torch.float32, torch.int32]
+        assert found[0].shape == found[1].shape == (tokens, config[3])
+        if tokens:
+            check(found, logits, bias, *config[1:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_configurations_without_a_kernel_run_the_reference(device: str) -> None:
+    assert not op.has_kernel(96, 3, 2, 4)
+    logits, bias = inputs("random", 96)
+    check(op.topk_router(logits.to(device), bias.to(device), 3, 2, 4, 1.0), logits, bias, 3, 2, 4, 1.0)
+
+
+def test_op_is_known_to_export() -> None:
+    torch.library.opcheck(op.topk_router, (*inputs("random", 256), 8, 4, 8, 2.5, True))
+
+
+@pytest.mark.parametrize("config", [(7, 4, 8), (8, 9, 8), (8, 1, 33)])
+def test_impossible_configurations_are_refused(config: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="cannot give"):
+        op.topk_router(*inputs("random", 256), *config, 1.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use here")
+def test_graphs_replay_with_overlap() -> None:
+    logits, bias = (tensor.cuda() for tensor in inputs("random", 256, 300))
+    out = torch.empty(300, 8, device="cuda"), torch.empty(300, 8, dtype=torch.int32, device="cuda")
+    op.launch(logits, bias, *out, 8, 4, 8, 2.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            op.launch(logits, bias, *out, 8, 4, 8, 2.5, overlap=True)
+    fresh = torch.randn(300, 256)
+    logits.copy_(fresh)
+    out[0].fill_(torch.nan)
+    graph.replay()
+    check(out, fresh, bias.cpu(), 8, 4, 8, 2.5)
