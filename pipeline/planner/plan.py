@@ -14,6 +14,7 @@ from pipeline.planner.memory import tokens_per_block
 from pipeline.planner.nearest import nearest
 from pipeline.planner.params import main_parts, num_params, stored_bytes
 from pipeline.planner.picture import memory_svg, rank_bars
+from pipeline.planner.placement import placement_report
 from pipeline.planner.reuse import reuse_notes, reuse_of
 from pipeline.planner.rules import REFUSE, WARN, check
 from pipeline.planner.torch_limits import torch_decisions, torch_deploy, torch_memory, torch_rules, torch_warnings
@@ -85,6 +86,7 @@ def _plan_trtllm(case: Case) -> _Planned:
         "limits": _limits(case, choice),
         "decisions": _decisions(choice.decisions),
         "reuse": reuse,
+        "topology": placement_report(choice.setup),
         "findings": [asdict(item) for item in findings],
         "warnings": _notes(case) + reuse_notes(reuse) + [item.text for item in findings if item.level == WARN],
         "not_checked": ["Nothing here ran on a GPU: limits come from arithmetic and from published measurements."],

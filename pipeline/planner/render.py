@@ -19,6 +19,7 @@ def render(report: dict[str, Any]) -> list[str]:
         "",
         *_decisions(report["decisions"]),
         *_reuse(report.get("reuse")),
+        *_topology(report.get("topology")),
         *[f"! {text}" for text in report["warnings"]],
         *[f"Not checked: {text}" for text in report["not_checked"]],
     ]
@@ -64,6 +65,18 @@ def _reuse(reuse: dict[str, Any] | None) -> list[str]:
         return []
     found = f"{reuse['this_cache']:.1%} of the prompt tokens are in the cache ({reuse['endless_cache']:.1%} in an endless one)"
     return ["", f"reuse: {found}: {reuse['computed_tokens']:,} of {reuse['prompt_tokens']:,} tokens of a prompt are computed"]
+
+
+def _topology(found: dict[str, Any] | None) -> list[str]:
+    if not found:
+        return []
+    lines = ["", f"ranks on GPUs: CUDA_VISIBLE_DEVICES={found['visible_devices'][0]}, NVLink domains {found['nvlink_domains']}"]
+    for name in ("decode_step", "prefill_step"):
+        step = found[name]
+        for kind in ("all_reduce_us", "all_to_all_us"):
+            before, after = step[kind]["before"], step[kind]["after"]
+            lines.append(f"  {kind[:-3]} of {step['tokens']:,} tokens: {before:,.1f} us in GPU order, {after:,.1f} us in this one")
+    return lines
 
 
 def _table(rows: list[tuple[str, str, str]]) -> list[str]:

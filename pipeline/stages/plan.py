@@ -21,10 +21,9 @@ __all__ = ["STAGE", "Plan", "make_plan", "render", "run"]
 
 
 def toolchain(config: Config) -> dict[str, str]:
-    """The content of a trace that is given by path."""
-    trace = config.workload.trace
-    found = trace is not None and Path(trace).is_file()
-    return {"workload.trace": sha256(Path(trace).read_bytes()).hexdigest()} if trace and found else {}
+    """The content of files that are given by path."""
+    files = {"workload.trace": config.workload.trace, "hw.topology": config.hw.topology}
+    return {name: sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file and Path(file).is_file()}
 
 
 STAGE = Stage(

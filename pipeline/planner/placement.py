@@ -1,0 +1,49 @@
+"""Where the ranks of a plan go on a node whose wiring is known, and what that is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.planner.setup import Setup
+from pipeline.planner.topology import Topology, all_reduce, all_to_all, place, read
+
+__all__ = ["placement_report"]
+
+ACTIVATION_BYTES = 2
+"""BF16, as collectives carry it unless told otherwise."""
+
+
+def placement_report(setup: Setup) -> dict[str, Any] | None:
+    """Domains, rank -> GPU mapping and times before and after; None where `hw.topology` names no file.
+
+    Before is the order of the GPU numbers; times are those of one collective of a full decode and a full prefill step.
+    """
+    if setup.hw.topology is None:
+        return None
+    topology = read(Path(setup.hw.topology), setup.hw.nvlink_bandwidth)
+    placement = place(topology, min(setup.layout.world_size, topology.num_gpus))
+    after = placement.groups[0]
+    before = tuple(range(len(after)))
+    decode = setup.max_batch_size * (1 + setup.mtp)
+    return {
+        "nvlink_domains": topology.domains(),
+        "visible_devices": placement.visible_devices,
+        "gpu_device_ids": ";".join(placement.visible_devices),
+        "nics": {f"GPU{gpu}": list(nics) for gpu, nics in topology.nearest_nics().items() if nics},
+        "decode_step": _times(topology, setup, decode, before, after),
+        "prefill_step": _times(topology, setup, setup.max_num_tokens, before, after),
+    }
+
+
+def _times(topology: Topology, setup: Setup, tokens: int, before: Sequence[int], after: Sequence[int]) -> dict[str, Any]:
+    """Microseconds of an all-reduce of the hidden states, and of sending each token to its experts."""
+    size = tokens * setup.arch.hidden_size * ACTIVATION_BYTES
+    ranks = min(setup.arch.num_experts_per_tok, setup.layout.ep)
+    orders = {"before": before, "after": after}
+    return {
+        "tokens": tokens,
+        "all_reduce_us": {name: round(all_reduce(topology, order, size) * 1e6, 1) for name, order in orders.items()},
+        "all_to_all_us": {name: round(all_to_all(topology, order, size * ranks) * 1e6, 1) for name, order in orders.items()},
+    }
