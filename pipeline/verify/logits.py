@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.checkpoint.source import Checkpoint
 from pipeline.models.deepseek_v3 import DeepseekV3, build
 
-__all__ = ["LogitsError", "Sensitivity", "compare_logits", "sensitivity"]
+__all__ = ["LogitsError", "Reference", "Sensitivity", "compare_logits", "load", "sensitivity"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +39,32 @@ class LogitsError:
         return round(self.ppl_converted / self.ppl_source, 6)
 
 
+class Reference:
+    """The source's predictions on the windows, with which any number of converted models are compared."""
+
+    def __init__(self, source: Checkpoint, windows: list[list[int]], advance: Callable[[int], None]) -> None:
+        self._ids = [torch.tensor([window]) for window in windows]
+        with _one_thread(), torch.inference_mode():
+            self._before = list(_run(load(source), self._ids, advance))
+
+    def compare(self, model: DeepseekV3, advance: Callable[[int], None]) -> LogitsError:
+        """Means over all predicted tokens: every position but the last predicts its successor."""
+        sums = torch.zeros(4, dtype=torch.float64)
+        with _one_thread(), torch.inference_mode():
+            for window, before, after in zip(self._ids, self._before, _run(model, self._ids, advance), strict=True):
+                sums += _compare(window[0, 1:], before, after)
+        tokens = sum(window.shape[1] - 1 for window in self._ids)
+        kl, top1, nll_source, nll_converted = (sums / tokens).tolist()
+        ppl_source, ppl_converted = round(exp(nll_source), 4), round(exp(nll_converted), 4)
+        return LogitsError(tokens, round(max(kl, 0.0), 6), round(top1, 4), ppl_source, ppl_converted)
+
+
 def compare_logits(
     source: Checkpoint, converted: Checkpoint, windows: list[list[int]], advance: Callable[[int], None]
 ) -> LogitsError:
-    """Run both models over the windows; every position but the last predicts its successor."""
-    ids = [torch.tensor([window]) for window in windows]
-    with _one_thread(), torch.inference_mode():
-        wanted = list(_run(load(source), ids, advance))
-        sums = torch.zeros(4, dtype=torch.float64)
-        for window, before, after in zip(ids, wanted, _run(load(converted), ids, advance), strict=True):
-            sums += _compare(window[0, 1:], before, after)
-    tokens = sum(window.shape[1] - 1 for window in ids)
-    kl, top1, nll_source, nll_converted = (sums / tokens).tolist()
-    ppl_source, ppl_converted = round(exp(nll_source), 4), round(exp(nll_converted), 4)
-    return LogitsError(tokens, round(max(kl, 0.0), 6), round(top1, 4), ppl_source, ppl_converted)
+    """Run both models over the windows."""
+    reference = Reference(source, windows, advance)
+    return reference.compare(load(converted), advance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +86,12 @@ def sensitivity(
     advance: Callable[[int], None],
 ) -> list[Sensitivity]:
     """One run for each group of parameters (by name), the most harmful first; one more for the source."""
-    ids = [torch.tensor([window]) for window in windows]
-    with _one_thread(), torch.inference_mode():
-        model = load(source)
-        wanted = list(_run(model, ids, advance))
-        found = []
-        for group, names in groups.items():
-            _lend(model, converted, names)
-            found.append(_harm(group, len(names), ids, wanted, _run(model, ids, advance)))
-            _lend(model, source, names)
+    reference, model, found = Reference(source, windows, advance), load(source), []
+    for group, names in groups.items():
+        _lend(model, converted, names)
+        harm = reference.compare(model, advance)
+        found.append(Sensitivity(group, len(names), harm.kl, harm.top1))
+        _lend(model, source, names)
     return sorted(found, key=lambda item: (-item.kl, item.group))
 
 
@@ -91,13 +100,6 @@ def _lend(model: DeepseekV3, checkpoint: Checkpoint, names: Sequence[str]) -> No
     state = model.state_dict()
     for name in names:
         state[name].copy_(torch.from_numpy(checkpoint.entries[name].dequantized()))
-
-
-def _harm(group: str, num: int, ids: list[Tensor], wanted: list[Tensor], got: Iterator[Tensor]) -> Sensitivity:
-    sums = sum(_compare(w[0, 1:], before, after) for w, before, after in zip(ids, wanted, got, strict=True))
-    assert isinstance(sums, Tensor)
-    kl, top1 = (sums / sum(window.shape[1] - 1 for window in ids)).tolist()[:2]
-    return Sensitivity(group, num, round(max(kl, 0.0), 6), round(top1, 4))
 
 
 def load(checkpoint: Checkpoint) -> DeepseekV3:

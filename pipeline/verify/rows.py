@@ -7,6 +7,7 @@ tensor: `lm_head` of R1 takes 1.9 GB. Every range but the last is a multiple of 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from math import prod
 
@@ -17,11 +18,12 @@ from pipeline.checkpoint.source import Entry
 from pipeline.core.errors import ConfigError
 from pipeline.formats.numerics import Array
 
-__all__ = ["PIECE_ELEMENTS", "Scales", "read_range", "read_rows", "row_pieces"]
+__all__ = ["PIECE_ELEMENTS", "Arena", "Scales", "read_range", "read_rows", "row_pieces"]
 
-PIECE_ELEMENTS = 1 << 22
+PIECE_ELEMENTS = 1 << 20
 """Most weights of one range, where 128 rows do not hold more."""
 BLOCK = 128
+ALIGNMENT = 64
 _WHOLE = frozenset({"pre_quant_scale"})
 """Runs along K."""
 
@@ -35,11 +37,33 @@ def row_pieces(entry: Entry) -> list[slice]:
     return [slice(start, min(start + fit, rows)) for start in range(0, max(1, rows), fit)]
 
 
-def read_rows(entry: Entry, rows: slice) -> dict[str, Array]:
+class Arena(threading.local):
+    """Memory of one thread that is used again and again: fresh pages cost as much as reading into them."""
+
+    def __init__(self) -> None:
+        self._buffer, self._used, self._wanted = np.empty(0, np.uint8), 0, 0
+
+    def reset(self) -> None:
+        """Everything that was taken before may be overwritten; what did not fit will fit next time."""
+        if self._wanted > self._buffer.size:
+            self._buffer = np.empty(self._wanted, np.uint8)
+        self._used = self._wanted = 0
+
+    def take(self, num_bytes: int) -> Array:
+        """Bytes [num_bytes], of the arena where it has them."""
+        start, room = self._used, -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        self._wanted += room
+        if start + num_bytes > self._buffer.size:
+            return np.empty(num_bytes, np.uint8)
+        self._used += room
+        return self._buffer[start : start + num_bytes]
+
+
+def read_rows(entry: Entry, rows: slice, arena: Arena | None = None) -> dict[str, Array]:
     """The stored tensors for these rows of the weight, by the names that formats use."""
     num_rows = entry.shape[0] if entry.shape else 1
     if _stored_as_meant(entry):
-        return {role: _read(info, _stored_rows(role, info.shape, rows, num_rows)) for role, info in _roles(entry)}
+        return {role: _read(info, _stored_rows(role, info.shape, rows, num_rows), arena) for role, info in _roles(entry)}
     loaded = entry.load()
     return {role: array[_stored_rows(role, array.shape, rows, num_rows) or ...] for role, array in loaded.items()}
 
@@ -86,19 +110,20 @@ def _stored_rows(role: str, shape: tuple[int, ...], rows: slice, num_rows: int) 
     return slice(rows.start // each, -(-rows.stop // each))
 
 
-def read_range(info: TensorInfo, offset: int, shape: tuple[int, ...]) -> Array:
-    """An array of `shape` from byte `offset` of the tensor's file, in a new buffer."""
-    buffer = np.empty(prod(shape) * DTYPES[info.dtype].itemsize, np.uint8)
+def read_range(info: TensorInfo, offset: int, shape: tuple[int, ...], arena: Arena | None = None) -> Array:
+    """An array of `shape` from byte `offset` of the tensor's file, in a new buffer or the arena's."""
+    num_bytes = prod(shape) * DTYPES[info.dtype].itemsize
+    buffer = arena.take(num_bytes) if arena else np.empty(num_bytes, np.uint8)
     _read_into(info, memoryview(buffer), offset)
     return buffer.view(DTYPES[info.dtype]).reshape(shape)
 
 
-def _read(info: TensorInfo, rows: slice | None) -> Array:
+def _read(info: TensorInfo, rows: slice | None, arena: Arena | None = None) -> Array:
     """Rows of one tensor, or all of it."""
     if rows is None:
-        return read_range(info, info.start, info.shape)
+        return read_range(info, info.start, info.shape, arena)
     stride = prod(info.shape[1:]) * DTYPES[info.dtype].itemsize
-    return read_range(info, info.start + rows.start * stride, (rows.stop - rows.start, *info.shape[1:]))
+    return read_range(info, info.start + rows.start * stride, (rows.stop - rows.start, *info.shape[1:]), arena)
 
 
 def _read_into(info: TensorInfo, buffer: memoryview, offset: int) -> None:

@@ -15,12 +15,14 @@ from pipeline.checkpoint.source import Entry
 from pipeline.formats import fast
 from pipeline.formats.numerics import Array, Float32, decode_e8m0
 from pipeline.formats.row_errors import RowErrors, row_errors
-from pipeline.verify.rows import read_rows
+from pipeline.verify.rows import Arena, read_rows
 
 __all__ = ["Piece", "join", "measure"]
 
 TOLERANCE = 1 + 2**-8
 """Rounding the source to BF16 is not clipping."""
+
+_ARENA = Arena()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ class Piece:
 
 def measure(origin: Entry, entry: Entry, rows: slice, limit: float, *, shortcut: bool = True) -> Piece:
     """Compare rows of a converted parameter with its source; equal bytes are not decoded where a `shortcut` will do."""
-    before, after = read_rows(origin, rows), read_rows(entry, rows)
+    _ARENA.reset()
+    before, after = read_rows(origin, rows, _ARENA), read_rows(entry, rows, _ARENA)
     faults = frozenset(_faults(after)) if entry.quantised else frozenset()
     if 0 in entry.shape or (shortcut and origin.format is entry.format and _same_bytes(before, after)):
         return Piece(None, faults)
