@@ -127,6 +127,8 @@ class QuantConfig:
     """Every linear layer of the multi-token-prediction layers."""
     kv_dtype: str = limited("fp8", one_of=KV_FORMATS)
     """Type of the KV cache on a GPU engine."""
+    accuracy_sensitive: bool = False
+    """Accuracy before speed and memory: the cache in BF16, weights in BF16 or, where they do not fit, in the source's FP8 blocks."""
     input_scale: float = limited(
         1.0, least=1 / MOST_INPUT_SCALE, most=MOST_INPUT_SCALE, hint="it divides the activations, and is stored in float32"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pipeline.config.schema import Config, HwConfig, TrtllmEngineConfig
 from pipeline.engines.trtllm.versions import known_lines, version_line
 from pipeline.models.arch import Arch
-from pipeline.planner.params import LINEAR_CLASSES
+from pipeline.planner.policy import precision_of
 from pipeline.planner.workload import Demand, demand_of
 
 __all__ = ["Case", "case_of"]
@@ -23,6 +23,9 @@ class Case:
     config: Config
     arch: Arch
     formats: dict[str, str]
+    kv_format: str
+    precision_note: str
+    """Why these are not the recipe's."""
     isl: int
     osl: int
     concurrency: int | None
@@ -66,11 +69,6 @@ class Case:
         )
 
     @property
-    def kv_format(self) -> str:
-        """Type of the KV cache."""
-        return self.config.quant.kv_dtype
-
-    @property
     def expert_format(self) -> str:
         """Weight format of the routed experts, which decides the MoE kernels."""
         return self.formats["routed_experts"]
@@ -78,15 +76,14 @@ class Case:
 
 def case_of(config: Config, arch: Arch) -> Case:
     """The case of a configuration. Lengths that an embedded model, a stand-in, cannot have are cut."""
-    quant = config.quant
-    classes = (*LINEAR_CLASSES, "mtp")
-    formats = dict.fromkeys(("embed", "lm_head", "norm", "router"), "bf16")
-    formats |= {cls: getattr(quant, cls) for cls in classes}
+    precision = precision_of(config, arch)
     demand = demand_of(config.workload, config.slo.tpot_ms)
     case = Case(
         config=config,
         arch=arch,
-        formats=formats,
+        formats=precision.formats,
+        kv_format=precision.kv_format,
+        precision_note=precision.note,
         isl=demand.isl,
         osl=demand.osl,
         concurrency=demand.concurrency,

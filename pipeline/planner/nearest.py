@@ -11,7 +11,7 @@ import yaml
 from pipeline.config.schema import Config, QuantConfig
 from pipeline.planner.case import Case
 from pipeline.planner.choose import choose
-from pipeline.planner.params import LINEAR_CLASSES
+from pipeline.planner.policy import precision_of
 from pipeline.planner.rules import REFUSE, Finding, check
 from pipeline.share import share
 
@@ -75,8 +75,8 @@ def _shorter(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _with_config(case: Case, config: Config) -> Case:
-    formats = case.formats | {cls: getattr(config.quant, cls) for cls in (*LINEAR_CLASSES, "mtp")}
-    return replace(case, config=config, formats=formats)
+    precision = precision_of(config, case.arch)
+    return replace(case, config=config, formats=precision.formats, kv_format=precision.kv_format)
 
 
 def _recipe(name: str) -> QuantConfig:

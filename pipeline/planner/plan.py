@@ -107,6 +107,7 @@ def _refuse(problems: list[str], case: Case | None = None) -> None:
 def _notes(case: Case) -> list[str]:
     """What the request itself should be told."""
     notes = [f"{case.cut}."] if case.cut else []
+    notes += [case.precision_note] if case.precision_note else []
     if case.config.slo.ttft_ms is not None or case.config.slo.tpot_ms is not None:
         notes.append(
             "slo.* is not predicted: slo.tpot_ms only chooses between attention DP and TP, slo.ttft_ms changes nothing."
