@@ -1,8 +1,8 @@
 """Errors of a converted weight against its source, row by row, in float64.
 
-The order of the sums is fixed, so that reports are equal byte for byte on every machine: 128 consecutive elements of a
-row are folded in halves (i and i + 64, then i and i + 32, ...), a shorter stretch filled up with zeros, these are added
-from left to right, and rows are added exactly (`math.fsum`). The compiled kernels do the same.
+The order of the sums is fixed, so that reports are equal byte for byte on every machine: element i of a row goes to
+lane i mod 16, each lane is summed from left to right, at the end lanes are folded in halves (i and i + 8, then i and
+i + 4, ...), and rows are added exactly (`math.fsum`). The compiled kernels do the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.formats.numerics import Float32, row_strips
 __all__ = ["RowErrors", "row_errors"]
 
 Float64 = NDArray[np.float64]
-SEGMENT = 128
+LANES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,11 @@ def row_errors(wanted: Float32, got: Float32, limit: float) -> RowErrors:
 def _folded(squares: Float64) -> Float64:
     """[n, K] -> [n]"""
     n, k = squares.shape
-    terms = np.pad(squares, ((0, 0), (0, -k % SEGMENT))).reshape(n, -1, SEGMENT)
-    while (half := terms.shape[-1] // 2) > 0:
-        terms = terms[..., :half] + terms[..., half:]
-    return np.add.accumulate(terms[..., 0], axis=1)[:, -1]
+    terms = np.pad(squares, ((0, 0), (0, -k % LANES))).reshape(n, -1, LANES)
+    lanes = np.add.accumulate(terms, axis=1)[:, -1]
+    while (half := lanes.shape[1] // 2) > 0:
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
 
 
 def _total(sums: Float64) -> float:

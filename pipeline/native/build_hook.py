@@ -28,7 +28,7 @@ SOURCES = HERE / "src"
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-w"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mprefer-vector-width=512"]
 LEVELS = {
-    "x86_64": {"level_avx512": AVX512, "level_avx2": ["-mavx2"]},
+    "x86_64": {"level_avx512": AVX512, "level_avx2": ["-mavx2", "-mf16c"]},
     "aarch64": {"level_neon": []},
 }
 LEVELS["AMD64"], LEVELS["arm64"] = LEVELS["x86_64"], LEVELS["aarch64"]

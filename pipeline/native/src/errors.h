@@ -1,69 +1,79 @@
 // Errors of a converted weight against its source, both as stored; see `RowErrors`.
 //
-// The order of the float64 sums is fixed, so that reports are equal byte for byte on every machine: 128 consecutive
-// elements of a row are folded in halves (i and i + 64, then i and i + 32, ...), a shorter stretch filled up with zeros,
-// and these sums are added from left to right. `row_errors` in pipeline/formats/fast.py is the same in numpy.
+// The order of the float64 sums is fixed, so that reports are equal byte for byte on every machine: element i of a row
+// goes to lane i mod 16, each lane is summed from left to right, and at the end lanes are folded in halves (i and i + 8,
+// then i and i + 4, ...). `pipeline/formats/row_errors.py` is the same in numpy.
 #pragma once
 
 #include "source.h"
 
 namespace {
 
-inline double folded(double* terms) {
-    for (int half = kSegment / 2; half; half /= 2) {
-        for (int i = 0; i < half; ++i) terms[i] += terms[i + half];
+// Vectors of GCC and clang: the compiler lays them on whatever registers the level has.
+using Doubles = double __attribute__((vector_size(64)));
+using Floats = float __attribute__((vector_size(32)));
+using Ints = int32_t __attribute__((vector_size(32)));
+using Longs = int64_t __attribute__((vector_size(64)));
+
+constexpr int kHalf = 8;  // lanes of one vector; a row has two
+
+struct Lanes {
+    Doubles signal = {}, noise = {};
+    Longs most = {};  // magnitudes as bits: ordered as the numbers are, NaN on top
+    Ints clipped = {};
+
+    // Every second stretch of 8 elements, of 128.
+    void add_segment(const float* wanted, const float* got, float limit) {
+        for (int i = 0; i < kSegment; i += 2 * kHalf) add(wanted + i, got + i, limit);
     }
-    return terms[0];
-}
 
-// Magnitude of an error as an integer: ordered as magnitudes are, NaN on top.
-inline int64_t magnitude_bits(double x) {
-    int64_t u;
-    std::memcpy(&u, &x, sizeof u);
-    return u & INT64_MAX;
-}
-
-struct Sums {
-    double signal = 0, noise = 0;
-    int64_t most = 0, clipped = 0;
+    void add(const float* wanted, const float* got, float limit) {
+        Floats wide_wanted, wide_got;
+        std::memcpy(&wide_wanted, wanted, sizeof wide_wanted);
+        std::memcpy(&wide_got, got, sizeof wide_got);
+        const Doubles w = __builtin_convertvector(wide_wanted, Doubles);
+        const Doubles error = __builtin_convertvector(wide_got, Doubles) - w;
+        const Longs size = reinterpret_cast<Longs>(error) & INT64_MAX;
+        const Floats magnitude = reinterpret_cast<Floats>(reinterpret_cast<Ints>(wide_wanted) & INT32_MAX);
+        signal += w * w;
+        noise += error * error;
+        most = size > most ? size : most;
+        clipped -= magnitude > limit;
+    }
 };
 
-// Adds 128 elements. Loops are kept apart so that compilers vectorise each.
-inline void add_segment(const float* wanted, const float* got, double limit, Sums& sums) {
-    alignas(64) double terms[kSegment], error[kSegment];
-    int64_t beyond = 0, most = 0;
-    for (int i = 0; i < kSegment; ++i) {
-        const double w = wanted[i];
-        error[i] = static_cast<double>(got[i]) - w;
-        terms[i] = w * w;
+inline double folded(const Doubles& a, const Doubles& b) {
+    double lanes[kHalf];
+    for (int i = 0; i < kHalf; ++i) lanes[i] = a[i] + b[i];
+    for (int half = kHalf / 2; half; half /= 2) {
+        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
     }
-    for (int i = 0; i < kSegment; ++i) beyond += static_cast<double>(magnitude(wanted[i])) > limit ? 1 : 0;
-    sums.signal += folded(terms);
-    for (int i = 0; i < kSegment; ++i) {
-        const int64_t size = magnitude_bits(error[i]);
-        most = size > most ? size : most;
-        terms[i] = error[i] * error[i];
-    }
-    sums.noise += folded(terms);
-    sums.most = most > sums.most ? most : sums.most;
-    sums.clipped += beyond;
+    return lanes[0];
 }
 
 inline void row_errors(const Tensor& wanted, const Tensor& got, double limit, const native::RowErrors& out) {
     alignas(64) float w[kSegment] = {}, g[kSegment] = {};
+    const float bound = float_at_most(limit, false);  // the same comparison, in float32
     for (int64_t row = 0; row < wanted.n; ++row) {
-        Sums sums;
+        Lanes low, high;
         for (int64_t column = 0; column < wanted.k; column += kSegment) {
             const int count = segment_at(column, wanted.k);
             decode(wanted, row, column, count, w);
             decode(got, row, column, count, g);
             for (int i = count; i < kSegment; ++i) w[i] = g[i] = 0;
-            add_segment(w, g, limit, sums);
+            low.add_segment(w, g, bound);
+            high.add_segment(w + kHalf, g + kHalf, bound);
         }
-        out.signal[row] = sums.signal;
-        out.noise[row] = sums.noise;
-        std::memcpy(&out.max_abs[row], &sums.most, sizeof sums.most);
-        out.clipped[row] = sums.clipped;
+        int64_t most = 0, clipped = 0;
+        for (int i = 0; i < kHalf; ++i) {
+            most = low.most[i] > most ? low.most[i] : most;
+            most = high.most[i] > most ? high.most[i] : most;
+            clipped += low.clipped[i] + high.clipped[i];
+        }
+        out.signal[row] = folded(low.signal, high.signal);
+        out.noise[row] = folded(low.noise, high.noise);
+        std::memcpy(&out.max_abs[row], &most, sizeof most);
+        out.clipped[row] = clipped;
     }
 }
 

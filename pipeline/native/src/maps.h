@@ -4,7 +4,8 @@
 // codes (without the sign) is the order of values. A target with eight magnitudes is then a map from 127 codes to
 // levels, made once for each scale that the target uses in the tile.
 //
-// Each simd_*.h offers: tops16, map_bytes, map_nibbles, and `Levels` with make_levels.
+// Each simd_*.h offers: tops16, map_bytes, map_nibbles, `Levels` with make_levels, to decode e4m3_values and
+// e2m1_values, and to search table_sum.
 #pragma once
 
 #include "thresholds.h"

@@ -62,6 +62,14 @@ inline float from_signed_e4m3(uint8_t code) {
     return float_of(bits_of(from_e4m3(code & 0x7fu)) | static_cast<uint32_t>(code & 0x80u) << 24);
 }
 
+// E2M1 code (4 bits) to its value.
+inline float from_e2m1(uint32_t code) {
+    const uint32_t m = code & 7u;
+    const float small = static_cast<float>(static_cast<int32_t>(m)) * 0.5f;
+    const float large = float_of(((m >> 1) + 126u) << 23 | (m & 1u) << 22);
+    return float_of(bits_of(m < 2 ? small : large) | (code & 8u) << 28);
+}
+
 // Nearest E4M3 code of x >= 0, saturating at 448. Adding 2^14 leaves a multiple of 2^-9 in the low bits.
 inline uint8_t to_e4m3(float x) {
     const float held = x > kE4m3Max ? kE4m3Max : x;
@@ -73,6 +81,35 @@ inline uint8_t to_e4m3(float x) {
 
 inline uint8_t to_signed_e4m3(float x) {
     return static_cast<uint8_t>(to_e4m3(magnitude(x)) | ((bits_of(x) >> 24) & 0x80u));
+}
+
+// The plain way to decode: codes, or nibbles with the even element in the low one, times their scale.
+inline void plain_e4m3_values(const uint8_t* codes, int count, float scale, float* out) {
+    for (int i = 0; i < count; ++i) out[i] = from_signed_e4m3(codes[i]) * scale;
+}
+
+inline void plain_e2m1_values(const uint8_t* packed, int count, float scale, float* out) {
+    for (int i = 0; i < count / 2; ++i) {
+        out[2 * i] = from_e2m1(packed[i] & 0xfu) * scale;
+        out[2 * i + 1] = from_e2m1(packed[i] >> 4) * scale;
+    }
+}
+
+// Sum of term(0..G-1) in the order of numpy's pairwise summation.
+template <int G, class Term>
+inline float pairwise_sum(Term term) {
+    float r[8];
+    for (int j = 0; j < 8; ++j) r[j] = term(j);
+    for (int i = 8; i < G; i += 8) {
+        for (int j = 0; j < 8; ++j) r[j] += term(i + j);
+    }
+    return ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]));
+}
+
+// Sum of a table's entries for G codes, whatever their signs.
+template <int G>
+inline float plain_table_sum(const float* table, const uint8_t* codes) {
+    return pairwise_sum<G>([&](int i) { return table[codes[i] & 0x7f]; });
 }
 
 // Code of the least power of two that is no smaller than x >= 0: ceil(log2 x) + 127, between 0 and 254.

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "numerics.h"
+#include "maps.h"
 
 namespace {
 
@@ -14,17 +14,6 @@ inline float squared_error(float size, float divisor, float scale) {
     const float wanted = size / divisor;
     const float rest = (wanted - nearest_e2m1(wanted)) * scale;
     return rest * rest;
-}
-
-// Sum of term(0..G-1) in numpy's order.
-template <int G, class Term>
-inline float pairwise_sum(Term term) {
-    float r[8];
-    for (int j = 0; j < 8; ++j) r[j] = term(j);
-    for (int i = 8; i < G; i += 8) {
-        for (int j = 0; j < 8; ++j) r[j] += term(i + j);
-    }
-    return ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]));
 }
 
 // The code of least error among those that may serve; `error_of(code)` is the block's error under it.

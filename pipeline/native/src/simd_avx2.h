@@ -1,9 +1,7 @@
 // AVX2 looks up 16 bytes at a time, so eight magnitudes are found by comparing with thresholds in code space instead.
 #pragma once
 
-#include <immintrin.h>
-
-#include "maps.h"
+#include "simd_x86.h"
 
 namespace {
 
@@ -99,6 +97,36 @@ inline void map_nibbles(const uint8_t* codes, const Levels* levels, const uint8_
         const __m256i pairs = _mm256_maddubs_epi16(n, _mm256_set1_epi16(0x1001));  // even + 16 * odd
         const __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i / 2), packed);
+    }
+}
+
+// An E4M3 code, shifted, is the IEEE half of 2^-8 times its value (subnormals too); only NaN has to be put in.
+inline void e4m3_values(const uint8_t* codes, int count, float scale, float* out) {
+    const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), factor = _mm256_set1_ps(scale);
+    int i = 0;
+    for (; i + 8 <= count; i += 8) {
+        const __m128i c = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+        const __m128i m = _mm_and_si128(c, _mm_set1_epi16(0x7f));
+        const __m128i sign = _mm_slli_epi16(_mm_xor_si128(c, m), 8);
+        const __m256 half = _mm256_cvtph_ps(_mm_or_si128(_mm_slli_epi16(m, 7), sign));
+        const __m256i bad = _mm256_cvtepi16_epi32(_mm_cmpeq_epi16(m, _mm_set1_epi16(0x7f)));
+        const __m256 value = _mm256_blendv_ps(_mm256_mul_ps(half, _mm256_set1_ps(256)), nan, _mm256_castsi256_ps(bad));
+        _mm256_storeu_ps(out + i, _mm256_mul_ps(value, factor));
+    }
+    plain_e4m3_values(codes + i, count - i, scale, out + i);
+}
+
+// Of a group of G elements.
+template <int G>
+inline void e2m1_values(const uint8_t* packed, float scale, float* out) {
+    const __m256 magnitudes = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
+    for (int i = 0; i < G; i += 8) {
+        const __m128i bytes = _mm_loadu_si32(packed + i / 2);
+        const __m256i pairs = _mm256_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, _mm_srli_epi16(bytes, 4)));
+        const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(pairs, _mm256_set1_epi32(8)), 28);
+        const __m256 size = _mm256_permutevar8x32_ps(magnitudes, pairs);  // looks at three bits
+        const __m256 value = _mm256_or_ps(size, _mm256_castsi256_ps(sign));
+        _mm256_storeu_ps(out + i, _mm256_mul_ps(value, _mm256_set1_ps(scale)));
     }
 }
 

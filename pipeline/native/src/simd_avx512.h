@@ -1,9 +1,7 @@
 // AVX-512 with VBMI: vpermi2b looks 64 codes up in a map of 128 bytes, and ignores their sign bit.
 #pragma once
 
-#include <immintrin.h>
-
-#include "maps.h"
+#include "simd_x86.h"
 
 namespace {
 
@@ -65,6 +63,34 @@ inline void map_nibbles(const uint8_t* codes, const Levels* levels, const uint8_
         const __m512i nibbles = _mm512_or_si512(_mm512_and_si512(t, low), s);
         const __m512i pairs = _mm512_maddubs_epi16(nibbles, _mm512_set1_epi16(0x1001));  // even + 16 * odd
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i / 2), _mm512_cvtepi16_epi8(pairs));
+    }
+}
+
+// An E4M3 code, shifted, is the IEEE half of 2^-8 times its value (subnormals too); only NaN has to be put in.
+inline void e4m3_values(const uint8_t* codes, int count, float scale, float* out) {
+    const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)), factor = _mm512_set1_ps(scale);
+    int i = 0;
+    for (; i + 16 <= count; i += 16) {
+        const __m256i c = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
+        const __m256i m = _mm256_and_si256(c, _mm256_set1_epi16(0x7f));
+        const __m256i sign = _mm256_slli_epi16(_mm256_xor_si256(c, m), 8);
+        const __m512 half = _mm512_cvtph_ps(_mm256_or_si256(_mm256_slli_epi16(m, 7), sign));
+        const __mmask16 bad = _mm256_cmpeq_epi16_mask(m, _mm256_set1_epi16(0x7f));
+        const __m512 value = _mm512_mask_mov_ps(_mm512_mul_ps(half, _mm512_set1_ps(256)), bad, nan);
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(value, factor));
+    }
+    plain_e4m3_values(codes + i, count - i, scale, out + i);
+}
+
+// Of a group of G elements.
+template <int G>
+inline void e2m1_values(const uint8_t* packed, float scale, float* out) {
+    const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    for (int i = 0; i < G; i += 16) {
+        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed + i / 2));
+        const __m128i pairs = _mm_unpacklo_epi8(bytes, _mm_srli_epi16(bytes, 4));  // vpermps looks at four bits
+        const __m512 value = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(pairs), values);
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(value, _mm512_set1_ps(scale)));
     }
 }
 

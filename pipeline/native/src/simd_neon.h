@@ -48,4 +48,19 @@ inline void map_nibbles(const uint8_t* codes, const Levels* levels, const uint8_
     }
 }
 
+inline void e4m3_values(const uint8_t* codes, int count, float scale, float* out) {
+    plain_e4m3_values(codes, count, scale, out);
+}
+
+// Of a group of G elements.
+template <int G>
+inline void e2m1_values(const uint8_t* packed, float scale, float* out) {
+    plain_e2m1_values(packed, G, scale, out);
+}
+
+template <int G>
+inline float table_sum(const float* table, const uint8_t* codes) {
+    return plain_table_sum<G>(table, codes);
+}
+
 }  // namespace

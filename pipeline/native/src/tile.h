@@ -6,39 +6,57 @@
 
 namespace {
 
-struct Tile {
-    const uint8_t* codes;
-    int64_t stride;       // bytes between rows of the tensor
-    int64_t row, column;  // of its first element
+// A tile's place, without its codes.
+struct TilePlace {
+    const uint8_t* codes;  // in the tensor, rows `stride` bytes apart
+    int64_t stride, row, column;
     int rows, width;
     float scale;
 };
 
+// A tile with its codes in one piece: rows of a tensor are often a multiple of 1024 bytes apart, and would evict each
+// other from the first cache. Rows are always 128 codes long; narrow ones are filled up with zeros.
+struct Tile : TilePlace {
+    alignas(64) uint8_t local[kBlock * kBlock];
+};
+
 template <class Visit>
-inline void for_each_tile(const Tensor& t, Visit visit) {
+inline void for_each_place(const Tensor& t, Visit visit) {
     const int64_t across = (t.k + kBlock - 1) / kBlock;
     for (int64_t row = 0; row < t.n; row += kBlock) {
         for (int64_t column = 0; column < t.k; column += kBlock) {
-            Tile tile;
-            tile.codes = static_cast<const uint8_t*>(t.weight) + row * t.k + column;
-            tile.stride = t.k;
-            tile.row = row;
-            tile.column = column;
-            tile.rows = static_cast<int>(t.n - row < kBlock ? t.n - row : kBlock);
-            tile.width = static_cast<int>(t.k - column < kBlock ? t.k - column : kBlock);
-            tile.scale = static_cast<const float*>(t.scale)[row / kBlock * across + column / kBlock];
-            visit(tile);
+            const auto* codes = static_cast<const uint8_t*>(t.weight) + row * t.k + column;
+            const int rows = static_cast<int>(t.n - row < kBlock ? t.n - row : kBlock);
+            const float scale = static_cast<const float*>(t.scale)[row / kBlock * across + column / kBlock];
+            visit(TilePlace{codes, t.k, row, column, rows, segment_at(column, t.k), scale});
         }
     }
 }
 
-// Row r of a tile, always 128 codes long: a narrow one is filled up with zeros.
-inline const uint8_t* row_of(const Tile& tile, int r, uint8_t* buffer) {
-    const uint8_t* codes = tile.codes + r * tile.stride;
-    if (tile.width == kBlock) return codes;
-    std::memset(buffer, 0, kBlock);
-    std::memcpy(buffer, codes, static_cast<unsigned>(tile.width));
-    return buffer;
+// Copies a tile, and asks for the one to its right.
+inline void fetch(const TilePlace& place, Tile& tile) {
+    static_cast<TilePlace&>(tile) = place;
+    for (int r = 0; r < place.rows; ++r) {
+        const uint8_t* from = place.codes + r * place.stride;
+        uint8_t* to = tile.local + r * kBlock;
+        __builtin_prefetch(from + kBlock, 0, 2);
+        __builtin_prefetch(from + kBlock + 64, 0, 2);
+        if (place.width == kBlock) {
+            std::memcpy(to, from, kBlock);
+        } else {
+            std::memset(to, 0, kBlock);
+            std::memcpy(to, from, static_cast<unsigned>(place.width));
+        }
+    }
+}
+
+template <class Visit>
+inline void for_each_tile(const Tensor& t, Visit visit) {
+    Tile tile;
+    for_each_place(t, [&](const TilePlace& place) {
+        fetch(place, tile);
+        visit(static_cast<const Tile&>(tile));
+    });
 }
 
 // Where a row's result goes: straight to its place, or, from a narrow tile, through a buffer.
@@ -56,12 +74,9 @@ inline void put(uint8_t* out, int size, int full, Write write) {
 // Largest magnitude code of each group of G: [rows, 128 / G].
 template <int G>
 inline void group_tops(const Tile& tile, uint8_t* tops) {
-    uint8_t buffer[kBlock];
     for (int r = 0; r < tile.rows; ++r) {
         uint8_t of16[8];
-        tops16(row_of(tile, r, buffer), of16);
-        __builtin_prefetch(tile.codes + r * tile.stride + kBlock);
-        __builtin_prefetch(tile.codes + r * tile.stride + kBlock + 64);
+        tops16(tile.local + r * kBlock, of16);
         constexpr int fold = G / 16;
         for (int g = 0; g < kBlock / G; ++g) {
             uint8_t top = 0;
@@ -89,30 +104,30 @@ inline void for_each_key(const uint8_t* keys, int count, Make make) {
 
 template <int G>
 inline void put_scales(const Tile& tile, const uint8_t* keys, uint8_t* scale, int64_t k) {
+    constexpr int full = kBlock / G;
     for (int r = 0; r < tile.rows; ++r) {
-        uint8_t* out = scale + ((tile.row + r) * k + tile.column) / G;
-        std::memcpy(out, keys + r * (kBlock / G), static_cast<unsigned>(tile.width / G));
+        put(scale + ((tile.row + r) * k + tile.column) / G, tile.width / G, full, [&](uint8_t* to) {
+            std::memcpy(to, keys + r * full, full);
+        });
     }
 }
 
 // Two codes a byte; group g of row r goes through levels[keys[r * (128 / G) + g]].
 template <int G, Zero Z>
 inline void put_nibbles(const Tile& tile, const Levels* levels, const uint8_t* keys, uint8_t* weight, int64_t k) {
-    uint8_t buffer[kBlock];
     for (int r = 0; r < tile.rows; ++r) {
         uint8_t* out = weight + ((tile.row + r) * k + tile.column) / 2;
         put(out, tile.width / 2, kBlock / 2, [&](uint8_t* to) {
-            map_nibbles<G, Z>(row_of(tile, r, buffer), levels, keys + r * (kBlock / G), to);
+            map_nibbles<G, Z>(tile.local + r * kBlock, levels, keys + r * (kBlock / G), to);
         });
     }
 }
 
 template <int G>
 inline void put_bytes(const Tile& tile, const Map* maps, const uint8_t* keys, uint8_t* weight, int64_t k) {
-    uint8_t buffer[kBlock];
     for (int r = 0; r < tile.rows; ++r) {
         put(weight + (tile.row + r) * k + tile.column, tile.width, kBlock, [&](uint8_t* to) {
-            map_bytes<G>(row_of(tile, r, buffer), maps, keys + r * (kBlock / G), to);
+            map_bytes<G>(tile.local + r * kBlock, maps, keys + r * (kBlock / G), to);
         });
     }
 }
@@ -148,14 +163,12 @@ private:
 template <int G>
 inline void searched_keys(const Tile& tile, const native::Nvfp4& p, const CodeValues& values, const uint8_t* tops, uint8_t* keys) {
     ErrorTables tables(values, p.scale_2);
-    uint8_t buffer[kBlock];
     for (int r = 0; r < tile.rows; ++r) {
-        const uint8_t* codes = row_of(tile, r, buffer);
+        const uint8_t* codes = tile.local + r * kBlock;
         for (int g = 0; g < kBlock / G; ++g) {
             const int at = r * (kBlock / G) + g;
             keys[at] = searched_code(values.real[tops[at]], p, [&](int code) {
-                const float* table = tables.of(code);
-                return pairwise_sum<G>([&](int i) { return table[codes[g * G + i] & 0x7f]; });
+                return table_sum<G>(tables.of(code), codes + g * G);
             });
         }
     }
@@ -243,7 +256,7 @@ inline void tiles_to_fp8(const Tensor& t, float scale, uint8_t* weight) {
 
 inline float tiles_amax(const Tensor& t, bool exact) {
     uint32_t most = 0;  // as bits: magnitudes are ordered as their bits are, NaN on top
-    for_each_tile(t, [&](const Tile& tile) {
+    for_each_place(t, [&](const TilePlace& tile) {
         alignas(64) uint8_t fold[kBlock] = {};
         for (int r = 0; r < tile.rows; ++r) {
             const uint8_t* codes = tile.codes + r * tile.stride;
