@@ -1,7 +1,7 @@
 """Which shards are finished, so that a killed conversion goes on where it was.
 
 A record is written after its shard is on disk under its name. A shard is taken over if it comes from the very same inputs,
-and is still the file that was recorded, by size, modification time and inode; otherwise its bytes are hashed and must be
+and is still the file that was recorded, by size, times and inode; otherwise its bytes are hashed and must be
 those of the record. So starting again after 400 GB takes no time, and a shard that somebody touched is looked at.
 """
 

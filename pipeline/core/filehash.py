@@ -1,8 +1,8 @@
 """The digest of a file, made of pieces: whoever writes the file can compute it on the way, on several threads.
 
 It is the SHA-256 of the file; of a file larger than a piece, the SHA-256 over the SHA-256 digests of its 8 MiB pieces,
-in order, named `pieces_sha256`. A digest may be handed from a stage to the store with the file's stamp (size,
-modification time, inode), which is what must not have changed since for it to be believed.
+in order, named `pieces_sha256`. A digest may be handed from a stage to the store with the file's stamp, which must not
+have changed since for it to be believed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 __all__ = ["PIECE_BYTES", "Facts", "describe_file", "facts_of", "load_digests", "stamp", "trusted"]
 
 PIECE_BYTES = 8 << 20
+READ_BYTES = 1 << 20
 MAX_THREADS = 8
 
 Facts = dict[str, Any]
@@ -47,9 +48,9 @@ def describe_file(path: Path) -> Facts:
 
 
 def stamp(path: Path) -> list[int]:
-    """What must not change for a remembered digest to hold."""
+    """What must not change for a remembered digest to hold. The change time is the kernel's own: nobody can set it back."""
     found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def trusted(path: Path, record: Mapping[str, Any]) -> Facts | None:
@@ -68,8 +69,8 @@ def load_digests(file: Path) -> dict[str, dict[str, Any]]:
 
 def _piece(descriptor: int, start: int) -> bytes:
     """Digest of up to a piece of bytes from `start`."""
-    digest, stop, size = sha256(), start + PIECE_BYTES, 1 << 20
-    while start < stop and (data := os.pread(descriptor, size, start)):
+    digest, stop = sha256(), start + PIECE_BYTES
+    while start < stop and (data := os.pread(descriptor, min(READ_BYTES, stop - start), start)):
         digest.update(data)
         start += len(data)
     return digest.digest()
