@@ -16,6 +16,7 @@ __all__ = ["copy_bandwidth", "graph_seconds", "machine"]
 
 Call = Callable[[], Any]
 FLUSH_BYTES = 256 << 20
+PAGE = 4096
 
 
 def graph_seconds(calls: Sequence[Call], replays: int = 20, flush: bool = False) -> float:
@@ -29,8 +30,9 @@ def graph_seconds(calls: Sequence[Call], replays: int = 20, flush: bool = False)
 
 def copy_bandwidth(total_bytes: int, sets: int = 1, replays: int = 20) -> float:
     """Bytes read and written a second by a device-to-device copy of `total_bytes` traffic, over `sets` pairs in turn."""
-    pairs = [[torch.randint(0, 255, (total_bytes // 2,), dtype=torch.uint8, device="cuda") for _ in range(2)] for _ in range(sets)]
-    return total_bytes / graph_seconds([lambda p=pair: p[0].copy_(p[1]) for pair in pairs], replays)
+    half = max(1, total_bytes // 2 // PAGE) * PAGE  # odd sizes copy more slowly
+    pairs = [[torch.randint(0, 255, (half,), dtype=torch.uint8, device="cuda") for _ in range(2)] for _ in range(sets)]
+    return 2 * half / graph_seconds([lambda p=pair: p[0].copy_(p[1]) for pair in pairs], replays)
 
 
 def machine() -> dict[str, str]:

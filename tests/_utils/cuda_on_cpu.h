@@ -137,8 +137,6 @@ static inline float __double2float_ru(double v) { float f = (float)v; return f <
 static inline float __double2float_rd(double v) { float f = (float)v; return f > v ? std::nextafter(f, -INFINITY) : f; }
 static inline int __ffs(uint32_t v) { return __builtin_ffs((int)v); }
 static inline int __popc(uint32_t v) { return __builtin_popcount(v); }
-template <class T> static inline T __ldcs(const T* p) { return *p; }
-template <class T> static inline void __stcs(T* p, T v) { *p = v; }
 static inline void atomicMax(uint32_t* p, uint32_t v) { *p = std::max(*p, v); }
 static inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFFu, b & 0xFFFFu);
