@@ -96,7 +96,7 @@ def run(points: list[Point], seeds: int) -> tuple[dict[str, Any], Calibration]:
         "left_out_chip": per(points, unseen["hw"], chip),
         "left_out_lengths": per(points, unseen["lengths"], lengths),
         "left_out_engine": per(points, unseen["engine"], engine),
-        "coverage_80": {name or "all": coverage(points, by_seed[0], name) for name in [None, *chips(points)]},
+        "coverage_80": coverage(points, by_seed[0]),
         "spread": calibration.spread,
     }
     return report, calibration
@@ -121,12 +121,6 @@ def per(points: list[Point], log: Array, key: Callable[[Point], Hashable]) -> di
     return {str(name): summary(log[[item == name for item in keys]]) for name in sorted({item for item in keys if item}, key=str)}
 
 
-def chips(points: list[Point]) -> list[str]:
-    """Every hardware x precision with enough points to speak of coverage."""
-    names = [chip(point) for point in points if not point.derived]
-    return sorted(name for name in set(names) if names.count(name) >= 20)
-
-
 def mtp_masks(points: list[Point]) -> dict[str, Array]:
     """Scored points without and with MTP."""
     drafts = np.array([bool(point.case and point.case.mtp) for point in points])
@@ -141,29 +135,45 @@ def width(log: Array) -> float:
 
 
 def spreads(points: list[Point], left: Array, unseen: dict[str, Array]) -> dict[str, float]:
-    """Variance components of log TPOT, as `pipeline.planner.perf.interval` adds them."""
-    masks = mtp_masks(points)
-    base = width(left[masks["off"]])
+    """Variance components of log TPOT and the chips' factors, as `pipeline.planner.perf.interval` applies them."""
+    off, on, chips = familiar(points, left, np.full(len(points), True))
     rest = {
-        "drafts": width(left[masks["on"]]) ** 2 - base**2,
+        "drafts": on**2 - off**2,
         "hw": width(unseen["hw"]) ** 2 - width(left) ** 2,
         "engine": width(unseen["engine"]) ** 2 - width(left) ** 2,
         "outside": (width(unseen["lengths"]) ** 2 - width(left) ** 2) / np.log(8) ** 2,
     }
-    return {"base": round(base, 4), **{name: round(float(np.sqrt(max(value, 0.02**2))), 4) for name, value in rest.items()}}
+    components = {name: float(np.sqrt(max(value, 0.02**2))) for name, value in rest.items()}
+    return {name: round(value, 4) for name, value in {"base": off, **components, **chips}.items()}
 
 
-def coverage(points: list[Point], left: Array, only: str | None = None) -> float:
-    """Share of left-out points inside intervals whose width all other configurations set."""
+def familiar(points: list[Point], left: Array, used: Array) -> tuple[float, float, dict[str, float]]:
+    """Deviations without and with MTP, and each chip's factor on them, from the residuals of `used` points.
+
+    A chip of n points keeps n / (n + 30) of its own factor.
+    """
     masks = mtp_masks(points)
-    keys = np.array([hash(point.key) for point in points])
-    inside = []
-    for mask in masks.values():
-        for i in np.flatnonzero(mask & ~np.isnan(left)):
-            if only and chip(points[i]) != only:
-                continue
-            inside.append(abs(left[i]) <= Z80 * width(left[mask & (keys != keys[i])]))
-    return round(float(np.mean(inside)), 3)
+    off, on = (width(left[masks[name] & used]) for name in ("off", "on"))
+    on = max(on, off)
+    ratio = np.abs(left) / np.where(masks["on"], on, off)
+    factors = {}
+    for name in sorted({chip(point) for point in points}):
+        own = ratio[used & ~np.isnan(left) & [chip(point) == name for point in points]]
+        factors[name] = (len(own) * width(own) + 30) / (len(own) + 30) if len(own) else 1.0
+    return off, on, factors
+
+
+def coverage(points: list[Point], left: Array) -> dict[str, float]:
+    """Share of left-out points inside intervals whose width all other configurations set, of all and of each chip."""
+    drafts = mtp_masks(points)["on"]
+    names, keys = np.array([chip(point) for point in points]), np.array([hash(point.key) for point in points])
+    inside = np.full(len(points), np.nan)
+    for key in set(keys):
+        off, on, factors = familiar(points, left, keys != key)
+        for i in np.flatnonzero((keys == key) & ~np.isnan(left)):
+            inside[i] = abs(left[i]) <= Z80 * (on if drafts[i] else off) * factors.get(names[i], 1.0)
+    parts = {name: inside[names == name] for name in sorted(set(names)) if np.sum(names == name) >= 20}
+    return {name: round(float(np.nanmean(value)), 3) for name, value in {"all": inside, **parts}.items()}
 
 
 def write(calibration: Calibration, points: list[Point]) -> None:

@@ -2,7 +2,8 @@
 
 The log of measured over predicted TPOT is taken as normal. Its variance adds up: `base` for configurations that were left
 out (`drafts` more with MTP, whose acceptance varies), `hw` where the chip and precision were never measured, `engine`
-where the engine line was not, and `outside` per e-fold beyond the range of the measured batch, lengths and ranks.
+where the engine line was not, and `outside` per e-fold beyond the range of the measured batch, lengths and ranks. A chip
+that was measured scales its own deviation by a factor near 1, named after it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.planner.perf.calibration import Calibration
+from pipeline.planner.perf.calibration import Calibration, level_of
 from pipeline.planner.perf.case import PerfCase
 from pipeline.planner.perf.work import Array
 
@@ -53,4 +54,5 @@ def deviation(calibration: Calibration, cases: Sequence[PerfCase]) -> Array:
     variance = np.full(len(cases), spread["base"] ** 2)
     for name, amount in unfamiliar(calibration, cases).items():
         variance += (spread[name] * amount) ** 2
-    return np.sqrt(variance)
+    chips = np.array([spread.get(level_of(case, "hw/precision"), 1.0) for case in cases])
+    return np.sqrt(variance) * chips

@@ -22,7 +22,9 @@ from pipeline.config.schema import HwConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.arch import Arch
 from pipeline.planner.perf.case import Machine, PerfCase, checkpoint_formats
+from pipeline.planner.perf.predict import check
 from pipeline.planner.perf.recipes import NOVEMBER, Recipe, piecewise, recipe
+from pipeline.planner.perf.work import KV_BYTES
 
 __all__ = ["Point", "digest", "fingerprint", "read_point", "read_points"]
 
@@ -82,9 +84,12 @@ def read_points(path: Path, conf: Path) -> list[Point]:
 def read_point(row: Mapping[str, Any], arch: Arch, machines: Mapping[str, Machine]) -> Point:
     """One row; every reason to decline is a sentence."""
     try:
-        return _read(row, arch, machines)
-    except ValueError as error:
+        point = _read(row, arch, machines)
+        assert point.case
+        check(point.case)
+    except (ValueError, ConfigError) as error:
         return Point(row, None, str(error))
+    return point
 
 
 def _read(row: Mapping[str, Any], arch: Arch, machines: Mapping[str, Machine]) -> Point:
@@ -93,6 +98,9 @@ def _read(row: Mapping[str, Any], arch: Arch, machines: Mapping[str, Machine]) -
         raise ValueError("disaggregated: the row carries no worker counts, so its load per instance is unknown")
     if "trt" not in _engine_name(row) and "tensorrt" not in _engine_name(row):
         raise ValueError(f"engine {row.get('engine')!r}: the model is calibrated for TensorRT-LLM only")
+    missing = [name for name in ("hw", "precision", "source_class", "parallelism") if not row.get(name)]
+    if missing:
+        raise ValueError(f"the row lacks {', '.join(missing)}")
     quality = str(row.get("quality") or "")
     if quality.startswith(("suspicious", "unusable")):
         raise ValueError(f"row marked {quality!r}")
@@ -103,7 +111,7 @@ def _read(row: Mapping[str, Any], arch: Arch, machines: Mapping[str, Machine]) -
         raise ValueError(f"hardware {row['hw']!r} has no file in conf/hw")
     if not isinstance(row.get("concurrency"), (int, float)):
         raise ValueError(f"concurrency is {row.get('concurrency')!r}, not a number")
-    if not (row.get("isl") and row.get("osl")):
+    if not all(isinstance(row.get(name), (int, float)) and row[name] >= 1 for name in ("isl", "osl")):
         raise ValueError("no input and output lengths in the row")
     case = _case(row, arch, machine)
     return Point(row, case, "", tpot or 1000 / user, row.get("ttft_ms"), derived=not tpot)
@@ -118,16 +126,30 @@ def _case(row: Mapping[str, Any], arch: Arch, machine: Machine) -> PerfCase:
     engine = _engine(row)
     run = recipe(row, engine, tp, ep, adp) if row["source_class"] == "inferencex" else _direct(row, ep, adp)
     drawn = DRAWN if row["source_class"] in ("inferencex", "zufayu_raw") else 1.0
-    precision = str(row["precision"])
     return PerfCase(
-        machine=machine, arch=arch, formats=FORMATS["fp4_v1" if precision.startswith("fp4 (") else precision.split()[0]],
-        kv_format=row.get("kv_dtype") or "fp8", tp=tp, ep=run.ep, attention_dp=run.attention_dp,
-        concurrency=row["concurrency"], isl=row["isl"] * drawn, osl=row["osl"] * drawn, mtp=run.mtp,
-        acceptance=row.get("acceptance_len"), engine=engine, moe_backend=run.moe_backend, max_num_tokens=run.max_num_tokens,
-        piecewise_graphs=run.piecewise_graphs, max_batch_size=row.get("max_batch_size"),
-        kv_tokens=(row.get("memory") or {}).get("kv_max_tokens"),
+        machine=machine, arch=arch, formats=_formats(str(row["precision"])), kv_format=_kv_format(row),
+        tp=tp, ep=run.ep, attention_dp=run.attention_dp, mtp=run.mtp, acceptance=row.get("acceptance_len"),
+        concurrency=row["concurrency"], isl=row["isl"] * drawn, osl=row["osl"] * drawn,
+        engine=engine, moe_backend=run.moe_backend, max_num_tokens=run.max_num_tokens, piecewise_graphs=run.piecewise_graphs,
+        max_batch_size=row.get("max_batch_size"), kv_tokens=(row.get("memory") or {}).get("kv_max_tokens"),
         runner="inferencex" if row["source_class"] == "inferencex" else "direct",
     )  # fmt: skip
+
+
+def _formats(precision: str) -> Mapping[str, str]:
+    """`fp4 (attn bf16)` is the first NVFP4 checkpoint, `fp4` the second."""
+    name = "fp4_v1" if precision.startswith("fp4 (") else precision.split()[0]
+    if name not in FORMATS:
+        raise ValueError(f"precision {precision!r} is none of a published checkpoint")
+    return FORMATS[name]
+
+
+def _kv_format(row: Mapping[str, Any]) -> str:
+    """FP8 where the row says nothing: every recipe sets it."""
+    fmt = str(row.get("kv_dtype") or "fp8")
+    if fmt not in KV_BYTES:
+        raise ValueError(f"kv_dtype {fmt!r} is none of {', '.join(KV_BYTES)}")
+    return fmt
 
 
 def _direct(row: Mapping[str, Any], ep: int, adp: bool) -> Recipe:

@@ -15,7 +15,7 @@ from pipeline.planner.perf.serve import Served, serve
 from pipeline.planner.perf.step import SWITCHES
 from pipeline.planner.perf.work import Array, columns
 
-__all__ = ["Prediction", "Predictions", "predict", "predict_many", "sweep"]
+__all__ = ["Prediction", "Predictions", "check", "predict", "predict_many", "sweep"]
 
 
 @dataclass(frozen=True, slots=True)

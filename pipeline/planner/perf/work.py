@@ -18,7 +18,7 @@ from pipeline.models.arch import Arch
 from pipeline.planner.params import Part, layer_parts, main_parts, mtp_parts
 from pipeline.planner.perf.case import Machine, PerfCase
 
-__all__ = ["Array", "Columns", "columns", "imbalance", "touched"]
+__all__ = ["KV_BYTES", "Array", "Columns", "columns", "imbalance", "touched"]
 
 Array = NDArray[np.float64]
 
