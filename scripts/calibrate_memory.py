@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.config.load import load  # noqa: E402
 from pipeline.config.schema import Config  # noqa: E402
+from pipeline.core.errors import ConfigError  # noqa: E402
 from pipeline.models.arch import Arch  # noqa: E402
 from pipeline.planner.memory import kv_tokens, memory_of  # noqa: E402
 from pipeline.planner.overhead import features, formulas  # noqa: E402
@@ -115,6 +116,8 @@ def start(point: dict[str, Any]) -> Start:
 def setup_of(point: dict[str, Any]) -> Setup:
     """A row as the planner's question."""
     config = _config(point["hw"].lower())
+    if point["prec"] not in FORMATS:
+        raise ConfigError(f"prec={point['prec']} is not known: choose one of {', '.join(FORMATS)}.")
     version = re.match(r"\d+\.\d+", point["img"])
     return Setup(
         arch=Arch.from_hf(config.model.hf),
@@ -153,11 +156,13 @@ def report(starts: list[Start]) -> dict[str, Any]:
     }
     shipped = np.array([float(kv_tokens(item.setup)) / item.kv_tokens - 1 for item in starts])
     seen = np.count_nonzero([item.counts for item in starts], axis=0)
+    validated = _summary(np.concatenate(list(held_out.values())))
     return {
         "points_scored": len(starts),
+        "mean_abs_error": validated["mean_abs_error"],
         "configurations": len(names),
         "fitted": _summary(_errors(starts, constants)),
-        "cross_validated": _summary(np.concatenate(list(held_out.values()))),
+        "cross_validated": validated,
         "shipped": _summary(shipped),
         "by_configuration": {name: _summary(errors) | {"points": len(errors)} for name, errors in held_out.items()},
         "terms": {

@@ -128,7 +128,7 @@ class QuantConfig:
     kv_dtype: str = limited("fp8", one_of=KV_FORMATS)
     """Type of the KV cache on a GPU engine."""
     accuracy_sensitive: bool = False
-    """Accuracy before speed and memory: the cache in BF16, weights in BF16 or, where they do not fit, in the source's FP8 blocks."""
+    """Accuracy before speed: the cache in BF16, weights in BF16 or, where those do not fit, in the source's FP8 blocks."""
     input_scale: float = limited(
         1.0, least=1 / MOST_INPUT_SCALE, most=MOST_INPUT_SCALE, hint="it divides the activations, and is stored in float32"
     )
@@ -169,7 +169,7 @@ class WorkloadConfig:
     osl: int = limited(MISSING, least=1, most=MOST_TOKENS)
     """Output tokens of a request."""
     concurrency: int | None = limited(None, least=1, most=2**20)
-    """Requests in flight over the whole instance; null: as many as memory holds."""
+    """Requests in flight over all instances; null: as many as the hardware serves best, within slo.* and memory."""
     chunked_prefill: bool = False
     """Whether a long prompt is computed in several steps, between which others decode."""
     turns: int = limited(1, least=1, most=2**16)

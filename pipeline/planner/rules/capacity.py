@@ -144,8 +144,15 @@ def _more(setup: Setup) -> str:
     return f"{smaller}raise engine.trtllm.free_gpu_memory_fraction or use more GPUs"
 
 
+_last: tuple[Setup, RankMemory] | None = None
+
+
 def _tightest(setup: Setup) -> RankMemory:
-    return min(memory_of(setup), key=lambda rank: (rank.kv_tokens, rank.free))
+    """The rank with the least room. Every rule asks for it, so the last answer is kept."""
+    global _last
+    if _last is None or _last[0] is not setup:
+        _last = setup, min(memory_of(setup), key=lambda rank: (rank.kv_tokens, rank.free))
+    return _last[1]
 
 
 def _held(setup: Setup) -> int:
