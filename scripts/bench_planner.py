@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.planner.perf import Predictions, predict_many  # noqa: E402
 from pipeline.planner.perf.calibration import shipped  # noqa: E402
-from pipeline.planner.perf.points import Point, digest, fingerprint, read_points  # noqa: E402
+from pipeline.planner.perf.points import Point, digest, read_aiconfigurator, read_points  # noqa: E402
 
 BESIDE = "aiconfigurator_vs_measured.json"
 AICONFIGURATOR = "0.12.0, TensorRT-LLM data 1.3.0rc20"
@@ -43,22 +43,13 @@ def main() -> int:
     parser.add_argument("--aiconfigurator", type=Path, help=f"its stored predictions; default: {BESIDE} beside FILE")
     parser.add_argument("--quick", action="store_true", help="accepted for uniformity: the whole run takes about a second")
     options = parser.parse_args()
-    result = score(read_points(options.points, ROOT / "conf"), stored(options))
+    theirs = read_aiconfigurator(options.aiconfigurator or options.points.with_name(BESIDE))
+    result = score(read_points(options.points, ROOT / "conf"), theirs)
     result["file"] = options.points.name
     print("\n".join(table(result)))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def stored(options: argparse.Namespace) -> dict[tuple[str, int], float]:
-    """aiconfigurator's TPOT in ms by `fingerprint` and draft tokens that it was run with; empty where there is no file."""
-    path = options.aiconfigurator or options.points.with_name(BESIDE)
-    if not path.is_file():
-        return {}
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    answered = [row for row in rows if row.get("p_tpot") and not row.get("err")]
-    return {(fingerprint(row), int(row["args"].get("nextn") or 0)): row["p_tpot"] for row in answered}
 
 
 def score(points: Sequence[Point], theirs: Mapping[tuple[str, int], float]) -> dict[str, Any]:
@@ -72,7 +63,7 @@ def score(points: Sequence[Point], theirs: Mapping[tuple[str, int], float]) -> d
     measured = np.array([point.tpot_ms for point in scored], dtype=float)
     error = np.abs(predicted.tpot_ms / measured - 1)
     inside = (predicted.low_ms <= measured) & (measured <= predicted.high_ms)
-    other = np.array([theirs.get((fingerprint(point.row), point.case.mtp), np.nan) for point in scored if point.case])
+    other = np.array([theirs.get(point.asked, np.nan) for point in scored])
     columns = {"error": error, "inside": inside, "aic": np.abs(other / measured - 1), "ttft": ttft_error(scored, predicted)}
     groups = [f"{point.row['hw']} {point.case.precision}" for point in scored if point.case]
     return {

@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from pipeline.planner.perf.calibration import Calibration, level_of  # noqa: E402
 from pipeline.planner.perf.fit import cross_validate, fit, fit_first_token, residuals  # noqa: E402
 from pipeline.planner.perf.interval import Z80  # noqa: E402
-from pipeline.planner.perf.points import Point, digest, read_points  # noqa: E402
+from pipeline.planner.perf.points import Point, digest, read_aiconfigurator, read_points  # noqa: E402
 from pipeline.planner.perf.work import Array  # noqa: E402
 
 TARGET = ROOT / "pipeline" / "planner" / "perf" / "calibration" / "deepseek_r1.yaml"
@@ -67,7 +67,8 @@ def main() -> int:
     options = parser.parse_args()
     began = time.process_time()
     points = [point for point in read_points(options.points, ROOT / "conf") if point.case]
-    report, calibration = run(points, 1 if options.quick else SEEDS)
+    theirs = read_aiconfigurator(options.points.with_name("aiconfigurator_vs_measured.json"))
+    report, calibration = run(points, theirs, 1 if options.quick else SEEDS)
     report["cpu_seconds"] = round(time.process_time() - began, 1)
     print(json.dumps(report, indent=1))
     if options.json:
@@ -77,7 +78,7 @@ def main() -> int:
     return 0
 
 
-def run(points: list[Point], seeds: int) -> tuple[dict[str, Any], Calibration]:
+def run(points: list[Point], theirs: Mapping[tuple[str, int], float], seeds: int) -> tuple[dict[str, Any], Calibration]:
     """The report and the calibration with its spreads."""
     calibration = fit_first_token(points, fit(points))
     seen = [not point.derived for point in points]
@@ -91,6 +92,7 @@ def run(points: list[Point], seeds: int) -> tuple[dict[str, Any], Calibration]:
         "parameters": {"shared": len(calibration.coefficients), "effects": len(calibration.effects)},
         "in_sample": summary(residuals(calibration, points)[seen]),
         "by_configuration": [summary(left[seen]) for left in by_seed],
+        "against_aiconfigurator": against(points, by_seed[0], theirs),
         "by_configuration_per_chip": per(points, by_seed[0], chip),
         "by_configuration_mtp": {name: summary(by_seed[0][mask]) for name, mask in mtp_masks(points).items()},
         "left_out_chip": per(points, unseen["hw"], chip),
@@ -119,6 +121,17 @@ def per(points: list[Point], log: Array, key: Callable[[Point], Hashable]) -> di
     """A summary for every value of a key."""
     keys = [None if point.derived else key(point) for point in points]
     return {str(name): summary(log[[item == name for item in keys]]) for name in sorted({item for item in keys if item}, key=str)}
+
+
+def against(points: list[Point], log: Array, theirs: Mapping[tuple[str, int], float]) -> dict[str, dict[str, dict[str, float]]]:
+    """Left-out errors of ours beside aiconfigurator's stored ones, where it was run with the MTP depth that ran."""
+    other = np.array([np.log((point.tpot_ms or np.nan) / theirs.get(point.asked, np.nan)) for point in points])
+    names = np.array([chip(point) for point in points])
+    both = ~np.isnan(other) & ~np.isnan(log)
+    if not both.any():
+        return {}
+    groups = {"all": both, **{name: both & (names == name) for name in sorted(set(names[both]))}}
+    return {name: {"ours": summary(log[mask]), "aiconfigurator": summary(other[mask])} for name, mask in groups.items()}
 
 
 def mtp_masks(points: list[Point]) -> dict[str, Array]:

@@ -26,7 +26,7 @@ from pipeline.planner.perf.predict import check
 from pipeline.planner.perf.recipes import NOVEMBER, Recipe, piecewise, recipe
 from pipeline.planner.perf.work import KV_BYTES
 
-__all__ = ["Point", "digest", "fingerprint", "read_point", "read_points"]
+__all__ = ["Point", "digest", "fingerprint", "read_aiconfigurator", "read_point", "read_points"]
 
 DRAWN = 0.9
 LAYOUT = re.compile(r"^(ADP|TP|DEP)(\d+)(?:\+EP(\d+))?")
@@ -47,6 +47,11 @@ class Point:
     ttft_ms: float | None = None
     derived: bool = False
     """tpot_ms is 1000 / tokens/s/user of a published summary: it calibrates, and is not scored."""
+
+    @property
+    def asked(self) -> tuple[str, int]:
+        """The key of `read_aiconfigurator`."""
+        return fingerprint(self.row), self.case.mtp if self.case else 0
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -79,6 +84,16 @@ def read_points(path: Path, conf: Path) -> list[Point]:
     arch = Arch.from_hf(model["hf"])
     rows = json.loads(path.read_text(encoding="utf-8"))
     return [read_point(row, arch, machines) for row in rows]
+
+
+def read_aiconfigurator(path: Path) -> dict[tuple[str, int], float]:
+    """Stored predictions of aiconfigurator: TPOT in ms by fingerprint and the draft tokens that it was run with; empty
+    without the file."""
+    if not path.is_file():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    answered = [row for row in rows if row.get("p_tpot") and not row.get("err")]
+    return {(fingerprint(row), int(row["args"].get("nextn") or 0)): row["p_tpot"] for row in answered}
 
 
 def read_point(row: Mapping[str, Any], arch: Arch, machines: Mapping[str, Machine]) -> Point:
