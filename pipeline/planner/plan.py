@@ -10,13 +10,14 @@ from pipeline.core.errors import ConfigError
 from pipeline.models.arch import Arch
 from pipeline.planner.case import Case, case_of
 from pipeline.planner.choose import Choice, Decision, choose
-from pipeline.planner.memory import tokens_per_block
+from pipeline.planner.memory import RankMemory, memory_of, tokens_per_block
 from pipeline.planner.nearest import nearest
 from pipeline.planner.params import main_parts, num_params, stored_bytes
 from pipeline.planner.picture import memory_svg, rank_bars
 from pipeline.planner.placement import placement_report
 from pipeline.planner.reuse import reuse_notes, reuse_of
 from pipeline.planner.rules import REFUSE, WARN, check
+from pipeline.planner.setup import Setup
 from pipeline.planner.torch_limits import torch_decisions, torch_deploy, torch_memory, torch_rules, torch_warnings
 
 __all__ = ["Plan", "make_plan"]
@@ -165,12 +166,31 @@ def _subject(case: Case) -> dict[str, Any]:
 
 
 def _memory(choice: Choice) -> dict[str, Any]:
-    memory = choice.memory
-    parts = (*memory.weights.items(), *memory.copies.items(), *memory.overhead.items())
-    rows = [*(_row(name, size) for name, size in parts if size), _row("kv_cache", memory.kv_cache)]
+    memory, setup = choice.memory, choice.setup
+    rows = [_row(name, size, setup.formats.get(name, "bf16")) for name, size in memory.weights.items() if size]
+    rows += [_row(name, size) for name, size in (*memory.copies.items(), *memory.overhead.items()) if size]
+    rows.append(_row("kv_cache", memory.kv_cache, setup.kv_format))
     total = sum(row["bytes"] for row in rows)
     rows.append(_row("unused (1 - fraction)", memory.visible - total))
-    return {"rows": rows, "weights": memory.loaded, "total": total, "visible": memory.visible}
+    return {
+        "rows": rows,
+        "weights": memory.loaded,
+        "total": total,
+        "visible": memory.visible,
+        "stages": [_stage(setup, stage, rank) for stage, rank in enumerate(memory_of(setup))],
+    }
+
+
+def _stage(setup: Setup, stage: int, rank: RankMemory) -> dict[str, Any]:
+    """The ranks of one pipeline stage, which are alike."""
+    first = stage * setup.layout.tp
+    return {
+        "ranks": [first, first + setup.layout.tp - 1],
+        "weights": rank.loaded,
+        "overhead": rank.engine,
+        "kv_cache": rank.kv_cache,
+        "kv_tokens": rank.kv_tokens,
+    }
 
 
 def _limits(case: Case, choice: Choice) -> list[dict[str, Any]]:
@@ -187,8 +207,8 @@ def _limits(case: Case, choice: Choice) -> list[dict[str, Any]]:
     return [{"name": name, "rank": rank, "instance": whole} for name, rank, whole in pairs]
 
 
-def _row(name: str, size: int) -> dict[str, Any]:
-    return {"component": name, "bytes": int(size)}
+def _row(name: str, size: int, fmt: str | None = None) -> dict[str, Any]:
+    return {"component": name, "format": fmt, "bytes": int(size)}
 
 
 def _decisions(decisions: tuple[Decision, ...]) -> list[dict[str, Any]]:

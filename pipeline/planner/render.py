@@ -38,9 +38,13 @@ def _subject(report: dict[str, Any]) -> list[str]:
 
 def _memory(memory: dict[str, Any]) -> list[str]:
     rows = [("memory of one rank", "GiB", "bytes")]
-    rows += [(row["component"], _gib(row["bytes"]), f"{row['bytes']:,}") for row in memory["rows"]]
+    rows += [(_component(row), _gib(row["bytes"]), f"{row['bytes']:,}") for row in memory["rows"]]
     rows.append(("visible to software", _gib(memory["visible"]), f"{memory['visible']:,}"))
     return _table(rows)
+
+
+def _component(row: dict[str, Any]) -> str:
+    return f"{row['component']} ({row['format']})" if row.get("format") else str(row["component"])
 
 
 def _limits(limits: list[dict[str, Any]]) -> list[str]:

@@ -66,7 +66,7 @@ def test_h100_is_refused_with_bytes_and_the_number_of_gpus_that_would_do():
 
 def test_latency_takes_nvidias_layout_and_three_drafts():
     deploy = plan("+hw=b200", "model=deepseek_r1", "workload=latency").deploy
-    assert (deploy["tp"], deploy["ep"], deploy["attention_dp"], deploy["mtp"]) == (8, 2, False, 3)
+    assert (deploy["tp"], deploy["attention_dp"], deploy["mtp"]) == (8, False, 3)
     assert (deploy["moe_backend"], deploy["max_batch_size"], deploy["stream_interval"]) == ("TRTLLM", 1, 1)
 
 
@@ -84,7 +84,7 @@ def test_fp8_on_blackwell_takes_deepgemm_only_under_attention_dp():
 
 
 def test_a_time_limit_per_token_turns_attention_dp_off():
-    deploy = plan("+hw=b200", "model=deepseek_r1", "workload.concurrency=128", "slo.tpot_ms=10").deploy
+    deploy = plan("+hw=b200", "model=deepseek_r1", "workload.concurrency=32", "slo.tpot_ms=8").deploy
     assert not deploy["attention_dp"]
 
 
@@ -117,6 +117,14 @@ def test_every_decision_has_a_reason_and_the_report_prints():
     for word in ("routed_experts", "kv_cache", "max_batch_size", "178.35", "671,026,419,200"):
         assert word in text
     assert sum(row["bytes"] for row in report["memory"]["rows"]) == report["memory"]["visible"]
+
+
+def test_the_report_has_formats_and_every_stage():
+    memory = plan("+hw=h100", "model=deepseek_r1", "hw.num_nodes=2", "parallel=tp8_ep8_pp2").report["memory"]
+    formats = {row["component"]: row["format"] for row in memory["rows"]}
+    assert (formats["routed_experts"], formats["attention"], formats["kv_cache"]) == ("fp8_block", "fp8_block", "fp8")
+    assert [stage["ranks"] for stage in memory["stages"]] == [[0, 7], [8, 15]]
+    assert memory["weights"] in {stage["weights"] for stage in memory["stages"]}
 
 
 def test_a_plan_is_the_same_twice():
