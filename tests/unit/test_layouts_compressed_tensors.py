@@ -26,6 +26,7 @@ from compressed_tensors.compressors import BaseCompressor  # noqa: E402
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme  # noqa: E402
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme  # noqa: E402
 
+FOREIGN = Path(__file__).parents[1] / "data" / "foreign"
 LAYOUT = get_layout("compressed_tensors")
 FORMATS = sorted(SCHEMES)
 PRESETS = {
@@ -126,6 +127,18 @@ def test_the_librarys_own_awq_converter_reads_ours() -> None:
     form = next(f for f in LAYOUT.forms if any(field.name == "weight_zero_point" for field in f.fields))
     back = form.load({suffix.removeprefix("x."): array.numpy() for suffix, array in made.items()}, SHAPE)
     np.testing.assert_array_equal(form.item.dequantize(back), form.item.dequantize(tensors))
+
+
+def test_llm_compressors_checkpoint_is_read_as_the_library_reads_it() -> None:
+    """tests/data/foreign: written by model_free_ptq, whose gate and up projections do not share their global scales."""
+    entries = Checkpoint.open(FOREIGN / "llmcompressor_nvfp4a16").entries
+    quantised = [entry for entry in entries.values() if entry.quantised]
+    assert len(quantised) == 28 and {(e.form.layout, e.format.name) for e in quantised} == {("compressed_tensors", "w4a16_nvfp4")}
+    for entry in quantised:
+        theirs = decompressed("w4a16_nvfp4", entry.stored())
+        np.testing.assert_array_equal(theirs.float().numpy(), in_type_of(theirs, entry.dequantized()), err_msg=entry.name)
+    gates = [entry for entry in quantised if entry.name.endswith("experts.0.gate_proj.weight")]
+    assert gates and gates[0].load()["weight_scale_2"] != entries[f"{gates[0].place.partner}.weight"].load()["weight_scale_2"]
 
 
 @pytest.fixture(scope="module")
