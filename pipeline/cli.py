@@ -38,6 +38,8 @@ options
   --cfg              print the resolved configuration and stop
   --dry-run          (convert, gc) show what would be done; write and remove nothing
   --keep N           (gc) results of each stage to keep beside those in use (1)
+  --ablate           (plan) what each optimisation is worth here, predicted and published
+  --compare FILE     (plan) a file of LLM arguments beside the plan's, both predicted
   --version          print the version and stop
 
 exit codes
@@ -55,6 +57,8 @@ class Options:
     show_config: bool = False
     dry_run: bool = False
     keep: int = 1
+    ablate: bool = False
+    compare: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +75,13 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "plan": Command(
-        "choose precision, parallelism, batch and KV limits; show memory per rank",
-        "Needs no GPU, no torch and no checkpoint: `plan +hw=b200 model=deepseek_r1`.",
+        "choose precision, parallelism, batch and KV limits; predict speed; show memory per rank",
+        "Needs no GPU, no torch and no checkpoint: `plan +hw=b200 model=deepseek_r1 slo.tpot_ms=50`. All layouts, drafts, batches\n"
+        "and steps that fit are predicted; the most tokens/s/GPU within slo.* is chosen, and every choice says why.\n"
+        "report.html has the Pareto front, memory, decisions and rules. --ablate tells what each optimisation is worth,\n"
+        "--compare FILE.yaml puts your own LLM arguments beside the plan's.",
         "plan",
+        arguments="[--ablate] [--compare FILE] ",
     ),
     "convert": Command(
         "convert the checkpoint to the recipe of quant=",
@@ -88,8 +96,8 @@ COMMANDS: dict[str, Command] = {
         "compare the converted weights with the source, and gate on the result",
         "Thresholds are verify.max_kl, verify.min_top1, verify.max_ppl_ratio and verify.min_sqnr_db; verify.sample=N compares N\n"
         "experts of each layer, verify.sensitivity=true each layer and class alone. With a folder it checks that checkpoint,\n"
-        "whoever wrote it (ModelOpt, compressed-tensors, AutoAWQ, GPTQ), against a table of invariants, and against its source where\n"
-        "checkpoint= names it; out=FOLDER keeps the report and the heat map. It exits with 4 when it finds an error.",
+        "whoever wrote it (ModelOpt, compressed-tensors, AutoAWQ, GPTQ), against a table of invariants, and against its source\n"
+        "where checkpoint= names it; out=FOLDER keeps the report and the heat map. It exits with 4 when it finds an error.",
         "verify",
         arguments="[DIR [checkpoint=SOURCE] [out=FOLDER]] ",
     ),
@@ -218,6 +226,8 @@ def _run(words: list[str]) -> int:
     options = _parse(rest)
     if options.dry_run and "--dry-run" not in COMMANDS[name].arguments:
         raise ConfigError(f"{name} has no --dry-run: only convert and gc have; explain says what {name} would rebuild.")
+    if (options.ablate or options.compare) and name != "plan":
+        raise ConfigError(f"{name} has neither --ablate nor --compare: only plan predicts.")
     if options.show_config:
         from pipeline.config.load import resolved_yaml
 
@@ -245,7 +255,7 @@ def _parse(words: list[str]) -> Options:
         elif option in VALUES:
             found[option.lstrip("-").replace("-", "_")] = VALUES[option](value if given else next(rest, ""))
         elif word.startswith("-"):
-            known = [*FLAGS, "--config-dir DIR", "--keep N"]
+            known = [*FLAGS, "--config-dir DIR", "--keep N", "--compare FILE"]
             raise ConfigError(f"There is no option {option}: known are {', '.join(known)} and --help; settings are KEY=VALUE.")
         else:
             overrides.append(word)
@@ -258,8 +268,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-FLAGS = {"--json": "as_json", "--cfg": "show_config", "--dry-run": "dry_run"}
-VALUES: dict[str, Callable[[str], Any]] = {"--config-dir": Path, "--keep": _count}
+FLAGS = {"--json": "as_json", "--cfg": "show_config", "--dry-run": "dry_run", "--ablate": "ablate"}
+VALUES: dict[str, Callable[[str], Any]] = {"--config-dir": Path, "--keep": _count, "--compare": Path}
 
 
 def _usage() -> str:

@@ -20,20 +20,31 @@ from pipeline.stages import STAGES
 if TYPE_CHECKING:
     from pipeline.cli import Options
     from pipeline.config.schema import Config
+    from pipeline.planner.compare import Comparison
 
 __all__ = ["convert", "doctor", "engine", "explain", "gc", "inspect", "package", "plan", "serve", "smoke", "verify"]
 
 
 def plan(options: Options, console: Console) -> int:
-    """Run the plan stage and show its report."""
-    from pipeline.stages.plan import render
+    """Run the plan stage and show its report, or the part of it that was asked for."""
+    from pipeline.planner.render import render, render_ablation
 
-    result = _build(options, console, "plan")["plan"]
+    config = load(options.overrides, options.config_dir)
+    result = _build(options, console, "plan", config)["plan"]
     report = read_json(result.out / "report.json")
-    for line in render(report):
+    compared = _compare(config, options.compare) if options.compare else None
+    for line in compared.lines() if compared else render_ablation(report) if options.ablate else render(report):
         console.line(line)
-    console.result({"stage": "plan", "folder": str(result.out), "report": report})
+    more = {"comparison": compared.plain()} if compared else {}
+    console.result({"stage": "plan", "folder": str(result.out), "report": report, **more})
     return 0
+
+
+def _compare(config: Config, file: Path) -> Comparison:
+    from pipeline.planner.compare import compare_file
+    from pipeline.stages.plan import model_config
+
+    return compare_file(config, model_config(config, find_source(config, _root(config)).folder), file)
 
 
 def convert(options: Options, console: Console) -> int:

@@ -7,9 +7,12 @@ from typing import Any
 
 from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
+from pipeline.engines.trtllm.llm_args import render
+from pipeline.engines.trtllm.versions import version_line
 from pipeline.models.arch import Arch
 from pipeline.planner.case import Case, case_of
 from pipeline.planner.choose import Choice, Decision, choose
+from pipeline.planner.costed import require_costed
 from pipeline.planner.memory import RankMemory, memory_of, tokens_per_block
 from pipeline.planner.nearest import nearest
 from pipeline.planner.params import main_parts, num_params, stored_bytes
@@ -17,10 +20,12 @@ from pipeline.planner.picture import memory_svg, rank_bars
 from pipeline.planner.placement import placement_report
 from pipeline.planner.reuse import reuse_notes, reuse_of
 from pipeline.planner.rules import REFUSE, WARN, check
+from pipeline.planner.search import Found, search, searchable
+from pipeline.planner.search.choice import choice_of, speed_report
 from pipeline.planner.setup import Setup
 from pipeline.planner.torch_limits import torch_decisions, torch_deploy, torch_memory, torch_rules, torch_warnings
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "make_plan", "planned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +82,39 @@ def _plan_torch(case: Case) -> _Planned:
 
 
 def _plan_trtllm(case: Case) -> _Planned:
-    choice = choose(case)
+    choice, found = _chosen(case)
     findings = check(choice.setup)
     _refuse([f"{item.text} [{item.source}]" for item in findings if item.level == REFUSE], case)
+    deploy = _deploy(case, choice)
+    require_costed(render(deploy, version_line(case.trtllm.version)), choice.setup)
     reuse = reuse_of(case, choice)
     report = {
-        "layout": str(choice.layout),
+        "layout": found.best.label if found else str(choice.layout),
         "memory": _memory(choice),
         "limits": _limits(case, choice),
         "decisions": _decisions(choice.decisions),
         "reuse": reuse,
         "topology": placement_report(choice.setup),
         "findings": [asdict(item) for item in findings],
-        "warnings": _notes(case) + reuse_notes(reuse) + [item.text for item in findings if item.level == WARN],
+        "warnings": _notes(case, found) + reuse_notes(reuse) + [item.text for item in findings if item.level == WARN],
         "not_checked": ["Nothing here ran on a GPU: limits come from arithmetic and from published measurements."],
     }
+    if found:
+        report |= speed_report(found)
     title = f"{case.config.model.title} on {case.hw.title}: memory of one rank"
-    return _Planned(_deploy(case, choice), report, memory_svg(rank_bars(choice.setup), title))
+    return _Planned(deploy, report, memory_svg(rank_bars(choice.setup), title))
+
+
+def planned(case: Case) -> tuple[Choice, dict[str, Any]]:
+    """The choice for TensorRT-LLM and its deploy.json, whatever the rules say of it."""
+    choice = _chosen(case)[0]
+    return choice, _deploy(case, choice)
+
+
+def _chosen(case: Case) -> tuple[Choice, Found | None]:
+    """By predicted speed; by the published recipes where it cannot be predicted, or where nothing fits and rules say why."""
+    found = search(case) if searchable(case) else None
+    return (choice_of(case, found) if found else choose(case)), found
 
 
 _PLANNERS = {"torch": _plan_torch, "trtllm": _plan_trtllm}
@@ -105,14 +126,19 @@ def _refuse(problems: list[str], case: Case | None = None) -> None:
         raise ConfigError("\n".join(problems + ([nearest(case)] if case else [])))
 
 
-def _notes(case: Case) -> list[str]:
+def _notes(case: Case, found: Found | None) -> list[str]:
     """What the request itself should be told."""
     notes = [f"{case.cut}."] if case.cut else []
     notes += [case.precision_note] if case.precision_note else []
-    if case.config.slo.ttft_ms is not None or case.config.slo.tpot_ms is not None:
-        notes.append(
-            "slo.* is not predicted: slo.tpot_ms only chooses between attention DP and TP, slo.ttft_ms changes nothing."
-        )
+    if any(value is not None for value in asdict(case.config.slo).values()):
+        if found is None:
+            notes.append("slo.* is not predicted for this hardware or pipeline parallelism: only published recipes decide.")
+        elif not found.meets_slo:
+            low, high = found.best.prediction.interval
+            notes.append(
+                f"slo.* is within reach only at the favourable end of the prediction: TPOT {found.best.prediction.tpot_ms:.1f} ms, "
+                f"80 % interval {low:.1f} to {high:.1f} ms. Measure before you promise it."
+            )
     return notes
 
 
@@ -129,7 +155,7 @@ def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
         "pp": layout.pp,
         "attention_dp": layout.attention_dp,
         "num_devices": layout.world_size,
-        "instances_per_node": max(1, case.hw.num_devices // layout.world_size),
+        "instances": next((item.value for item in choice.decisions if item.name == "instances"), 1),
         "max_batch_size": choice.setup.max_batch_size,
         "max_num_tokens": choice.setup.max_num_tokens,
         "max_seq_len": choice.setup.max_seq_len,

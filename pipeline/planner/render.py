@@ -6,13 +6,14 @@ from typing import Any
 
 from pipeline.planner.memory import GIB
 
-__all__ = ["render"]
+__all__ = ["gain_text", "render", "render_ablation"]
 
 
 def render(report: dict[str, Any]) -> list[str]:
     """What `plan` prints: subject, memory of one rank, limits, decisions, warnings."""
     return [
         *_subject(report),
+        *_speed(report),
         "",
         *_memory(report["memory"]),
         *_limits(report["limits"]),
@@ -25,6 +26,26 @@ def render(report: dict[str, Any]) -> list[str]:
     ]
 
 
+def render_ablation(report: dict[str, Any]) -> list[str]:
+    """What each optimisation is worth at the planned point."""
+    if "ablation" not in report:
+        return [f"No speed is predicted for {report['hw']['title']} with engine {report['engine']}: nothing can be switched off."]
+    rows = [("optimisation", "predicted", "published", "source")]
+    for row in report["ablation"]:
+        gain = gain_text(row["gain"])
+        rows.append((row["title"], gain, row["published"], row["source"]))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}" for a, b, c, d in rows]
+    return [*_subject(report), *_speed(report), "", *lines]
+
+
+def gain_text(gain: float | None) -> str:
+    """+12.3 %, or how many times where that says more."""
+    if gain is None:
+        return "not in use"
+    return f"{gain:+.1%}" if gain < 9 else f"{gain + 1:.0f} times"
+
+
 def _subject(report: dict[str, Any]) -> list[str]:
     model, workload, deploy = report["model"], report["workload"], report["deploy"]
     asked = f"{workload['concurrency']} at once" if workload["concurrency"] else "as many as fit"
@@ -34,6 +55,27 @@ def _subject(report: dict[str, Any]) -> list[str]:
         f"{report['hw']['title']}: engine {report['engine']}, {report['layout']}, {_devices(deploy['num_devices'])}",
         f"{workload['name']}: {workload['isl']} tokens in, {workload['osl']} out, {asked}",
     ]
+
+
+def _speed(report: dict[str, Any]) -> list[str]:
+    """The predicted point, and what other precisions or splitting prefill from decode would give at no more TPOT."""
+    if "predicted" not in report:
+        return []
+    point, search = report["predicted"], report["search"]
+    low, high = point["tpot_interval_ms"]
+    lines = [
+        f"predicted: {point['tokens_per_gpu']:,.0f} tokens/s/GPU at {point['concurrency']:,} requests at once, TPOT "
+        f"{point['tpot_ms']:.1f} ms (80 %: {low:.1f} to {high:.1f}), TTFT {point['ttft_ms']:,.0f} ms; "
+        f"best of {point['candidates']:,} configurations"
+    ]
+    for name, rows in (*search["other_precisions"].items(), ("prefill and decode apart", search["disaggregated"])):
+        slow_enough = [row for row in rows if row["tpot_ms"] <= point["tpot_ms"]]
+        if slow_enough:
+            best = max(slow_enough, key=lambda row: row["tokens_per_gpu"])
+            change = best["tokens_per_gpu"] / point["tokens_per_gpu"] - 1
+            speed = f"{best['tokens_per_gpu']:,.0f} tokens/s/GPU ({change:+.0%}) at TPOT {best['tpot_ms']:.1f} ms"
+            lines.append(f"  {name}: {best['layout']}, {speed}")
+    return lines
 
 
 def _memory(memory: dict[str, Any]) -> list[str]:

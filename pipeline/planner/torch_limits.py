@@ -26,7 +26,7 @@ def torch_deploy(case: Case) -> dict[str, Any]:
         "pp": 1,
         "attention_dp": False,
         "num_devices": 1,
-        "instances_per_node": 1,
+        "instances": 1,
         "max_batch_size": engine.max_batch_size,
         "max_num_tokens": engine.prefill_chunk,
         "max_seq_len": engine.max_seq_len,
@@ -52,11 +52,15 @@ def torch_memory(case: Case) -> dict[str, int]:
 def torch_rules(case: Case) -> list[str]:
     """What cannot work."""
     engine, arch, problems = _engine(case), case.arch, []
-    total, visible = sum(torch_memory(case).values()), int(case.hw.memory_bytes)
+    memory, visible = torch_memory(case), int(case.hw.memory_bytes)
+    total, cache = sum(memory.values()), memory["kv_cache"]
     if total > visible:
+        way_out = "use engine=trtllm on GPUs"
+        if total - cache < visible:
+            way_out = f"its KV cache takes {cache / GIB:.1f} GiB of it, so lower engine.torch.max_seq_len or max_batch_size"
         problems.append(
             f"{case.config.model.name} takes {total:,} bytes ({total / GIB:.1f} GiB) in {engine.dtype} on one device, "
-            f"and hw={case.hw.name} has {visible:,} ({visible / GIB:.1f} GiB): use engine=trtllm on GPUs."
+            f"and hw={case.hw.name} has {visible:,} ({visible / GIB:.1f} GiB): {way_out}."
         )
     if engine.max_seq_len > arch.max_position_embeddings:
         problems.append(

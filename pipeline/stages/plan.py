@@ -14,8 +14,10 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.jsonio import write_json
 from pipeline.core.stage import Stage, StageContext
 from pipeline.models.arch import read_hf_config
+from pipeline.planner.page import page
 from pipeline.planner.plan import Plan, make_plan
 from pipeline.planner.render import render
+from pipeline.planner.search.choice import pictured
 
 __all__ = ["STAGE", "Plan", "make_plan", "render", "run"]
 
@@ -39,12 +41,15 @@ STAGE = Stage(
 
 
 def run(ctx: StageContext) -> None:
-    """Write precision.json, deploy.json, report.json and, for ranks of GPUs, memory.svg."""
+    """Write precision.json, deploy.json, report.json, report.html and its pictures."""
     plan = make_plan(ctx.config, model_config(ctx.config, ctx.checkpoint))
     for name in ("precision", "deploy", "report"):
         write_json(ctx.out / f"{name}.json", getattr(plan, name))
-    if plan.picture:
-        (ctx.out / "memory.svg").write_text(plan.picture, encoding="utf-8")
+    front = pictured(plan.report) if "predicted" in plan.report else None
+    for name, picture in (("memory", plan.picture), ("front", front)):
+        if picture:
+            (ctx.out / f"{name}.svg").write_text(picture, encoding="utf-8")
+    (ctx.out / "report.html").write_text(page(plan.report, front=front, memory=plan.picture), encoding="utf-8")
     for warning in plan.report["warnings"]:
         ctx.progress.note(warning)
 

@@ -240,6 +240,17 @@ def test_old_spellings_are_read_and_named():
         read_llm_args({"max_batch_size": "many"}, setup())
 
 
+def test_unknown_keys_are_named_with_the_nearest():
+    args = {"max_num_token": 8192, "moe_config": {"backend": "TRTLLM", "max_tokens": 1}, "use_cuda_graph": False}
+    read = read_llm_args(args, setup())
+    assert [re.findall(r"did you mean (\w+)", text) for text in read.unknown] == [["max_num_tokens"], ["max_num_tokens"]]
+    assert read.setup.captured == 0 and len(read.renamed) == 1
+
+
+def test_no_key_of_a_published_recipe_is_unknown():
+    assert [text for args in KNOWN["recipes"].values() for text in read_llm_args(args, setup()).unknown] == []
+
+
 def test_absent_arguments_are_the_engines_defaults():
     read = read_llm_args({"tensor_parallel_size": 8}, setup()).setup
     assert (read.layout, read.max_batch_size, read.max_num_tokens, read.captured, read.fraction) == (TP8, 2048, 8192, 128, 0.9)
@@ -303,7 +314,7 @@ def test_the_nearest_that_works_does():
         (("+hw=b200",), "2048 positions"),
         (("+hw=gb200", "model=deepseek_r1", "parallel.tp=8"), "2 nodes"),
         ((*R1_B200, "parallel=adp8_ep8", "workload.concurrency=4"), "ranks idle"),
-        ((*R1_B200, "slo.ttft_ms=100"), "not predicted"),
+        ((*R1_B200, "slo.ttft_ms=100", "parallel.pp=2", "parallel.tp=4"), "not predicted"),
         (("+hw=h200", "model=deepseek_r1"), "SM90"),
         ((*R1_B200, "workload=latency"), "CUTLASS"),
         ((*R1_B200, "quant=fp8_block", "workload.concurrency=256"), "DEEPGEMM with MTP"),

@@ -1,0 +1,182 @@
+"""Somebody's LLM arguments beside the plan's, line by line, both predicted: `plan --compare FILE`.
+
+The file is read as TensorRT-LLM would read it (absent is its default, old spellings are understood and named), judged by the
+same rules, and predicted at the same load on the same hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.config.schema import Config
+from pipeline.core.errors import ConfigError
+from pipeline.engines.trtllm.llm_args import render
+from pipeline.engines.trtllm.versions import version_line
+from pipeline.models.arch import Arch
+from pipeline.planner.case import case_of
+from pipeline.planner.llm_args_file import read_llm_args
+from pipeline.planner.memory import memory_of, tokens_per_block
+from pipeline.planner.plan import planned
+from pipeline.planner.rules import Finding, check
+from pipeline.planner.search import predictable
+from pipeline.planner.search.score import Point, score
+from pipeline.planner.search.space import Candidate, total_gpus
+from pipeline.planner.setup import Setup
+
+__all__ = ["Comparison", "Line", "compare", "compare_file"]
+
+REASONS = {
+    "tensor_parallel_size": "layout", "moe_expert_parallel_size": "ep", "enable_attention_dp": "attention_dp",
+    "pipeline_parallel_size": "layout", "attention_dp_config": "attention_dp", "max_batch_size": "max_batch_size",
+    "max_num_tokens": "max_num_tokens", "moe_config.backend": "moe_backend", "speculative_config": "mtp",
+    "cuda_graph_config": "cuda_graph_max_batch_size", "stream_interval": "stream_interval",
+}  # fmt: skip
+"""Argument, or the first part of its name -> the decision that set ours."""
+ALIASES = {"speculative_config.num_nextn_predict_layers": "speculative_config.max_draft_len"}
+"""Two spellings of one argument, by version line."""
+NOTES = {
+    "trust_remote_code": "not needed: the engine has this architecture itself",
+    "print_iter_log": "a log, no speed",
+    "max_seq_len": "prompt + output of the workload, and 256 for the chat template and drafts",
+    "kv_cache_config.dtype": "quant.kv_dtype",
+    "kv_cache_config.free_gpu_memory_fraction": "engine.trtllm.free_gpu_memory_fraction",
+    "kv_cache_config.enable_block_reuse": "the engine's default is left: reuse on",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One argument; None is absent."""
+
+    name: str
+    ours: Any
+    theirs: Any
+    why: str
+    """Why ours is what it is, where they differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two sets of arguments."""
+
+    arguments: list[Line]
+    renamed: tuple[str, ...]
+    findings: list[Finding]
+    ours: Point | None
+    theirs: Point | None
+    """Predictions; None where not one request fits, or the hardware's speed cannot be predicted."""
+
+    def lines(self) -> Iterator[str]:
+        """For the terminal."""
+        rows = [(line.name, _shown(line.ours), _shown(line.theirs), line.why) for line in self.arguments]
+        table = [("argument", "ours", "theirs", "why ours"), *rows]
+        widths = [max(len(row[i]) for row in table) for i in range(3)]
+        for row in table:
+            yield "  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]).rstrip()
+        for name, point in (("ours", self.ours), ("theirs", self.theirs)):
+            yield f"{name}: {_speed(point)}"
+        yield from (f"! {text}" for text in self.renamed)
+        yield from (f"! {item.level}: {item.text} [{item.source}]" for item in self.findings)
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "arguments": [asdict(line) for line in self.arguments],
+            "renamed": list(self.renamed),
+            "findings": [asdict(item) for item in self.findings],
+            "ours": _speed(self.ours),
+            "theirs": _speed(self.theirs),
+        }
+
+
+def compare_file(config: Config, hf: Mapping[str, Any], file: Path) -> Comparison:
+    """The plan of `config` for the model that `hf` describes, beside `file`.
+
+    Raises:
+        ConfigError: if the plan is refused, is not one for TensorRT-LLM, or the file cannot be read.
+    """
+    theirs = _read(file)
+    if config.engine.kind != "trtllm":
+        raise ConfigError(f"--compare reads TensorRT-LLM's arguments, but engine={config.engine.kind}: choose engine=trtllm.")
+    case = case_of(config, Arch.from_hf(dict(hf)))
+    choice, deploy = planned(case)
+    ours = render(deploy, version_line(case.trtllm.version))
+    return compare(ours, theirs, choice.setup, {item.name: item.reason for item in choice.decisions}, total_gpus(case))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A YAML file of LLM arguments; ConfigError where it is none."""
+    try:
+        args = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file} cannot be read as YAML: {error}. Give a file of TensorRT-LLM's LLM arguments.") from error
+    if not isinstance(args, dict):
+        raise ConfigError(f"{file} holds {type(args).__name__}, not a table of LLM arguments such as tensor_parallel_size: 8.")
+    return args
+
+
+def compare(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], setup: Setup, decisions: Mapping[str, str], total: int
+) -> Comparison:
+    """`ours` are the plan's arguments for `setup`; `decisions` says why, by name; `total` counts the hardware's GPUs."""
+    read = read_llm_args(theirs, setup)
+    return Comparison(
+        arguments=list(_lines(_flat(ours), _flat(theirs), decisions)),
+        renamed=read.renamed,
+        findings=check(read.setup),
+        ours=_predicted(setup, total),
+        theirs=_predicted(read.setup, total),
+    )
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _speed(point: Point | None) -> str:
+    if point is None:
+        return "not predicted"
+    low, high = point.prediction.interval
+    return (
+        f"{point.label}, {point.candidate.concurrency:,} requests at once: {point.tokens_per_gpu:,.0f} tokens/s/GPU, "
+        f"TPOT {point.prediction.tpot_ms:.1f} ms (80 %: {low:.1f} to {high:.1f}), TTFT {point.prediction.ttft_ms:,.0f} ms"
+    )
+
+
+def _predicted(setup: Setup, total: int) -> Point | None:
+    """At the load of the workload, or as many requests as its limits and cache take."""
+    rank = min(memory_of(setup), key=lambda memory: memory.kv_tokens)
+    block = tokens_per_block(setup.arch, setup.hw.sm or 0)
+    held = rank.sequences(setup.isl + setup.osl + setup.mtp, block)
+    if rank.free <= 0 or held < 1 or not predictable(setup.hw) or setup.layout.pp > 1:
+        return None
+    replicas = max(1, total // setup.layout.world_size)
+    batch = min(held, setup.max_batch_size)
+    load = setup.concurrency * replicas if setup.concurrency else batch * setup.layout.cache_ranks * replicas
+    item = Candidate("", replace(setup, max_batch_size=batch), replicas, load, rank.kv_tokens, held)
+    return score([item], total).point(0)
+
+
+def _lines(ours: Mapping[str, Any], theirs: Mapping[str, Any], decisions: Mapping[str, str]) -> Iterator[Line]:
+    for name in sorted(ours.keys() | theirs.keys()):
+        one, two = ours.get(name), theirs.get(name)
+        yield Line(name, one, two, "" if one == two else _why(name, one, decisions))
+
+
+def _why(name: str, ours: Any, decisions: Mapping[str, str]) -> str:
+    known = NOTES.get(name) or decisions.get(REASONS.get(name) or REASONS.get(name.partition(".")[0], ""), "")
+    return known or ("left to the engine's default" if ours is None else "see the plan's decisions")
+
+
+def _flat(args: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """kv_cache_config: {dtype: fp8} -> kv_cache_config.dtype: fp8"""
+    flat: dict[str, Any] = {}
+    for key, value in args.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) and value else {ALIASES.get(name, name): value}
+    return flat

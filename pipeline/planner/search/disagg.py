@@ -1,0 +1,110 @@
+"""Prefill and decode on instances of their own: the best split of the hardware's GPUs, as a front beside the aggregated one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeline.planner.choose import LARGEST_BATCH
+from pipeline.planner.perf import Disaggregated, Machine, PerfCase, decode_only, disaggregate, prefill_rate
+from pipeline.planner.search.score import perf_case
+from pipeline.planner.search.space import Candidate
+from pipeline.planner.setup import Layout
+
+__all__ = ["Split", "splits"]
+
+LOADS = 6
+"""Concurrencies that are tried for each split."""
+STEP = 8192
+"""Tokens of a prefill step, if a prompt is no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """P prefill and D decode instances."""
+
+    prefill: Layout
+    decode: Layout
+    counts: tuple[int, int]
+    mtp: int
+    concurrency: int
+    result: Disaggregated
+    tokens_per_gpu: float
+    """Over all GPUs of the hardware."""
+
+    @property
+    def label(self) -> str:
+        """3P x ADP4+EP4, 1D x ADP8+EP8."""
+        drafts = f", MTP {self.mtp}" if self.mtp else ""
+        return f"{self.counts[0]}P x {self.prefill}, {self.counts[1]}D x {self.decode}{drafts}"
+
+
+def splits(candidates: Sequence[Candidate], total: int, concurrency: int | None) -> list[Split]:
+    """The Pareto front of splits, fastest user first; empty where two instances do not fit."""
+    shapes = _shapes(candidates, total)
+    if not shapes:
+        return []
+    machine = Machine.of(candidates[0].setup.hw)
+    cases = {key: _roomy(item, machine) for key, item in shapes.items()}
+    first, fill = _prefill({layout: case for (layout, mtp), case in cases.items() if mtp == 0})
+    rate = prefill_rate(fill).prompts_per_second
+    found = []
+    for (second, mtp), case in cases.items():
+        for counts in _counts(total, first.world_size, second.world_size, rate, case):
+            used = counts[0] * first.world_size + counts[1] * second.world_size
+            for load in _loads(concurrency, counts[1] * second.cache_ranks, shapes[second, mtp].sequences):
+                result = disaggregate(fill, case, counts, load)
+                if result.bound != "prefill" or concurrency:  # prompts that queue without end are no operating point
+                    found.append(Split(first, second, counts, mtp, load, result, result.tokens_per_gpu * used / total))
+    return _front(found)
+
+
+def _shapes(candidates: Sequence[Candidate], total: int) -> dict[tuple[Layout, int], Candidate]:
+    """The candidate with most room of each layout that leaves GPUs for a second instance, with and without drafts."""
+    shapes: dict[tuple[Layout, int], Candidate] = {}
+    for item in candidates:
+        layout, mtp = item.setup.layout, item.setup.mtp
+        if layout.world_size * 2 > total or mtp not in (0, 1) or layout.ep != (layout.tp if layout.attention_dp else 1):
+            continue
+        if (layout, mtp) not in shapes or item.sequences > shapes[layout, mtp].sequences:
+            shapes[layout, mtp] = item
+    widest = max((layout.world_size for layout, _ in shapes), default=0)
+    return {key: item for key, item in shapes.items() if key[0].world_size * 4 >= widest}
+
+
+def _roomy(item: Candidate, machine: Machine) -> PerfCase:
+    """As many requests a rank as its cache holds."""
+    return replace(perf_case(item, machine), max_batch_size=max(1, min(item.sequences, LARGEST_BATCH)))
+
+
+def _prefill(cases: dict[Layout, PerfCase]) -> tuple[Layout, PerfCase]:
+    """The layout that takes the most prompts a second and GPU: whole prompts, no drafts."""
+    fills = {layout: replace(case, max_num_tokens=max(STEP, int(case.isl) + 64)) for layout, case in cases.items()}
+    best = max(fills, key=lambda layout: prefill_rate(fills[layout]).prompts_per_second / layout.world_size)
+    return best, fills[best]
+
+
+def _counts(total: int, first: int, second: int, rate: float, decode: PerfCase) -> list[tuple[int, int]]:
+    """The split that balances the two sides at a full batch, and those beside it; every GPU in use that can be."""
+    options = [(p, (total - p * first) // second) for p in range(1, total // first + 1) if total - p * first >= second]
+    batch = float(decode.max_batch_size or 1) * (decode.tp if decode.attention_dp else 1)
+    asked = batch / (decode.osl * float(decode_only(decode, np.array([batch]))[0]) / 1e3)  # requests/s of one decode instance
+    options.sort(key=lambda counts: abs(np.log(counts[0] * rate / (counts[1] * asked))))
+    return options[:3]
+
+
+def _loads(concurrency: int | None, ranks: int, room: int) -> list[int]:
+    if concurrency:
+        return [concurrency]
+    return sorted({int(load) for load in np.geomspace(ranks, ranks * min(room, LARGEST_BATCH), LOADS)})
+
+
+def _front(found: list[Split]) -> list[Split]:
+    best, chosen = -1.0, []
+    for split in sorted(found, key=lambda split: (split.result.tpot_ms, -split.tokens_per_gpu)):
+        if split.tokens_per_gpu > best:
+            best = split.tokens_per_gpu
+            chosen.append(split)
+    return chosen

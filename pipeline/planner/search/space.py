@@ -1,0 +1,146 @@
+"""Every configuration worth asking about: recipe x layout x drafts x requests in flight x tokens a step.
+
+What the user fixed (`parallel.*`, `engine.trtllm.mtp`, `engine.trtllm.moe_backend`, `workload.concurrency`) is fixed, and
+`parallel.tp` means one instance; the rest is tried. Limits of one rank follow from the requests: max_batch_size is the
+rank's share, the largest CUDA graph is max_batch_size, and a candidate whose cache does not hold its requests at full
+length is left out. Layouts that break a rule (`planner.rules`) never become candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeline.planner.case import Case
+from pipeline.planner.choose import LARGEST_BATCH, MARGIN_TOKENS, ROOM, gpu_counts, moe_backend
+from pipeline.planner.memory import kv_tokens, tokens_per_block
+from pipeline.planner.rules import REFUSE, check
+from pipeline.planner.setup import Layout, Setup, divides
+
+__all__ = ["BATCHES", "Candidate", "candidates", "total_gpus"]
+
+BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 129, 16), *range(160, 257, 32), *range(320, 1025, 64))
+"""Requests of one rank that are tried where `workload.concurrency` is open."""
+STEPS = (8192, 16384)
+"""Tokens a step that are tried beside the least that takes a whole prompt and a full batch."""
+DRAFTS = (0, 1, 3)
+"""Draft tokens a step that published runs of R1 have."""
+CHUNKS = (2048, 4096, 8192)
+"""Tokens a step with chunked prefill."""
+LARGEST_INSTANCE = 64
+"""Ranks of one instance; published instances of R1 have up to 64 (wide EP on GB200)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """`replicas` instances of one setup, all of the hardware's GPUs paid for."""
+
+    recipe: str
+    setup: Setup
+    replicas: int
+    concurrency: int
+    """Requests in flight over all instances."""
+    kv_tokens: int
+    """Of one rank."""
+    sequences: int
+    """Whole requests that one rank's cache holds."""
+
+    @property
+    def in_instance(self) -> float:
+        """Requests in flight at one instance."""
+        return self.concurrency / self.replicas
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in use."""
+        return self.replicas * self.setup.layout.world_size
+
+
+def total_gpus(case: Case) -> int:
+    """GPUs that are paid for: those of all nodes, or of the one instance that `parallel.tp` asks for."""
+    asked = case.config.parallel
+    return asked.tp * asked.pp if asked.tp else case.hw.num_devices * case.hw.num_nodes
+
+
+def candidates(case: Case, recipe: str) -> list[Candidate]:
+    """Everything that could work with the formats of `case`, which `recipe` names."""
+    return [item for setup in _bases(case) for item in _sized(case, recipe, setup)]
+
+
+def _bases(case: Case) -> Iterator[Setup]:
+    """Layouts and drafts that no rule refuses, with the least limits."""
+    for layout in _layouts(case):
+        for mtp in _drafts(case):
+            setup = _setup(case, layout, mtp)
+            if not any(finding.level == REFUSE for finding in check(setup)):
+                yield setup
+
+
+def _layouts(case: Case) -> Iterator[Layout]:
+    asked = case.config.parallel
+    largest = min(total_gpus(case) // asked.pp, LARGEST_INSTANCE)
+    for tp in [asked.tp] if asked.tp else gpu_counts(max(1, largest)):
+        modes = (False, True) if asked.attention_dp is None and tp > 1 else (bool(asked.attention_dp) and tp > 1,)
+        for adp in modes:
+            for ep in [asked.ep] if asked.ep else [size for size in range(1, tp + 1) if tp % size == 0]:
+                layout = Layout(tp, ep, adp, asked.pp)
+                if divides(case.arch, case.formats, layout):
+                    yield layout
+
+
+def _drafts(case: Case) -> Sequence[int]:
+    if case.trtllm.mtp is not None:
+        return (case.trtllm.mtp,)
+    return DRAFTS if case.arch.num_nextn_predict_layers else (0,)
+
+
+def _setup(case: Case, layout: Layout, mtp: int) -> Setup:
+    """One request a rank."""
+    chunked = case.config.workload.chunked_prefill
+    return Setup(
+        arch=case.arch, hw=case.hw, formats=case.formats, layout=layout, model=case.config.model.name,
+        version=case.trtllm.version, kv_format=case.kv_format, fraction=case.trtllm.free_gpu_memory_fraction, mtp=mtp,
+        moe_backend=moe_backend(case, layout).value, max_batch_size=1,
+        max_num_tokens=min(CHUNKS) if chunked else _round_up(case.longest_prompt + 1 + mtp, 64), chunked_prefill=chunked,
+        max_seq_len=min(case.isl + case.osl + MARGIN_TOKENS, case.arch.max_position_embeddings),
+        balanced=case.balanced, isl=case.isl, osl=case.osl,
+    )  # fmt: skip
+
+
+def _sized(case: Case, recipe: str, base: Setup) -> list[Candidate]:
+    """`base` with every batch and step that its cache has room for."""
+    replicas = max(1, min(total_gpus(case) // base.layout.world_size, case.concurrency or LARGEST_BATCH))
+    ranks = replicas * base.layout.cache_ranks
+    batches = (math.ceil(case.concurrency / ranks),) if case.concurrency else BATCHES
+    pairs = [(batch, tokens) for batch in batches for tokens in _steps(base, batch, case.longest_prompt)]
+    batch, tokens = np.array(pairs).T
+    cached = np.broadcast_to(kv_tokens(base, max_num_tokens=tokens, max_batch_size=batch), batch.shape).astype(np.int64)
+    block = tokens_per_block(base.arch, base.hw.sm or 0)
+    held = cached // (math.ceil((base.isl + base.osl + base.mtp) / block) * block)
+    return [
+        Candidate(
+            recipe, replace(base, max_batch_size=int(b), max_num_tokens=int(t), concurrency=_share(case, replicas, ranks, int(b))),
+            replicas, case.concurrency or int(b) * ranks, int(kv), int(n),
+        )
+        for b, t, kv, n in zip(batch, tokens, cached, held, strict=True) if n >= b
+    ]  # fmt: skip
+
+
+def _share(case: Case, replicas: int, ranks: int, batch: int) -> int:
+    """Requests in flight at one instance."""
+    return math.ceil(case.concurrency / replicas) if case.concurrency else batch * ranks // replicas
+
+
+def _steps(base: Setup, batch: int, prompt: int) -> list[int]:
+    decoding = batch * (1 + base.mtp)
+    if base.chunked_prefill:
+        return sorted({max(size, _round_up(decoding, 64)) for size in CHUNKS})
+    least = _round_up(prompt + decoding + ROOM, 64)
+    return sorted({least, *(size for size in STEPS if size > least)})
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return math.ceil(value / multiple) * multiple
