@@ -2,7 +2,8 @@
 
 `convert` executes it and `convert --dry-run` prints it; there is no second one. The work is linear in the number of
 tensors. Of an FP8 block weight the scales alone bound its magnitude, |w| <= 448 * scale, and tell of NaN and infinity
-before hours have gone by.
+before hours have gone by. Weights that runtimes fuse need one tensor-wide scale: where a source that is quantised already
+has two, both are quantised anew, with one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.checkpoint.problems import Problem
-from pipeline.checkpoint.reader import DTYPES, uncollected
+from pipeline.checkpoint.reader import DTYPES, read_tensor, uncollected
 from pipeline.checkpoint.recipe import Recipe
 from pipeline.checkpoint.source import Checkpoint, Entry
 from pipeline.checkpoint.writer import TensorPlan
@@ -25,6 +26,8 @@ from pipeline.layouts import Form
 __all__ = ["ConversionPlan", "OutputShard", "Step", "not_finite", "plan_conversion"]
 
 BIAS = "e_score_correction_bias"
+TENSOR_SCALES = ("weight_global_scale", "weight_scale_2", "weight_scale")
+"""Where a tensor-wide scale is stored; of FP8 it is weight_scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +113,12 @@ class ConversionPlan:
 def plan_conversion(source: Checkpoint, recipe: Recipe) -> ConversionPlan:
     """Plan everything; nothing is written."""
     problems: list[Problem] = []
-    limits = _amax_limits(source)
+    limits, split = _amax_limits(source), _split_pairs(source)
     problems += [not_finite(source.entries[name]) for name, limit in limits.items() if not isfinite(limit)]
     by_file: dict[Path, list[Step]] = {file: [] for file in source.shards}
     for entry in source.entries.values():
         try:
-            step = _step(recipe, entry, limits.get(entry.name))
+            step = _step(recipe, entry, limits.get(entry.name), entry.name in split)
         except ConfigError as error:
             problems.append(Problem(f"{recipe.format_of(entry.place).name} cannot hold it", entry.name, str(error)))
             continue
@@ -135,18 +138,34 @@ def not_finite(entry: Entry) -> Problem:
     return Problem("not finite", entry.name, text)
 
 
-def _step(recipe: Recipe, entry: Entry, limit: float | None) -> Step:
+def _step(recipe: Recipe, entry: Entry, limit: float | None, split: bool) -> Step:
     target, module = recipe.format_of(entry.place), entry.place.module
     form = recipe.form_of(target)
-    if recipe.keeps(entry):
+    if recipe.keeps(entry) and not split:
         kept = tuple((info.name, info.dtype, info.shape) for info in entry.tensors.values())
         return Step(entry, target, form, True, False, None, kept, limit)
     if entry.name.endswith(BIAS):
         return Step(entry, target, form, False, False, None, ((entry.name, "F32", entry.shape),), limit)
-    relays = recipe.relays(entry)
+    relays = recipe.relays(entry) and not split
     fused = f"{entry.place.partner}.weight" if entry.place.partner and target.tensor_scale and not relays else None
     outputs = tuple((f"{module}.{o.suffix}", o.dtype, o.shape) for o in form.outputs(module, entry.shape))
     return Step(entry, target, form, False, relays, fused, outputs, limit)
+
+
+def _split_pairs(source: Checkpoint) -> set[str]:
+    """Weights whose fused partner is in another format, or has another tensor-wide scale."""
+    paired = (entry for entry in source.entries.values() if entry.place.partner and entry.format.tensor_scale)
+    scales = {entry.name: (entry.format.name, _tensor_scale(entry)) for entry in paired}
+    return {name for name, scale in scales.items() if scales.get(f"{source.entries[name].place.partner}.weight") != scale}
+
+
+def _tensor_scale(entry: Entry) -> bytes:
+    """As it is stored; nothing where the file was cut off, which its survey has told."""
+    leaf = next(leaf for leaf in TENSOR_SCALES if leaf in entry.tensors)
+    try:
+        return read_tensor(entry.tensors[leaf]).tobytes()
+    except ConfigError:
+        return b""
 
 
 def _amax_limits(source: Checkpoint) -> dict[str, float]:

@@ -248,6 +248,28 @@ class TestCheckpoints:
         assert [problem.text for problem in found.oddities if not problem.note] == []
 
 
+    def test_pairs_with_two_scales_are_mended(self, source: Path, tmp_path: Path) -> None:
+        """llm-compressor's gate and up projections have different global scales: runtimes would read one of them wrongly."""
+        foreign = Path(__file__).parents[1] / "data" / "foreign" / "llmcompressor_nvfp4a16"
+        table = recipe("w4a16_nvfp4", mtp="bf16") | {"layout": "modelopt"}
+        plan = dry_run(foreign, Recipe.from_table(table), tmp_path)
+        actions = {step.entry.name: step.action for step in plan.plan.steps}
+        before, after = Checkpoint.open(foreign).entries, Checkpoint.open(convert(foreign, tmp_path, table)).entries
+        plain = Checkpoint.open(source).entries
+        for name, entry in after.items():
+            if not entry.quantised:
+                continue
+            partner = f"{entry.place.partner}.weight"
+            equal = partner not in before or before[name].load()["weight_scale_2"] == before[partner].load()["weight_scale_2"]
+            assert actions[name] == ("re-lay as modelopt" if equal else "requantise to w4a16_nvfp4")
+            if equal:
+                assert all(entry.load()[leaf].tobytes() == before[name].load()[leaf].tobytes() for leaf in entry.load())
+            assert partner not in after or entry.load()["weight_scale_2"] == after[partner].load()["weight_scale_2"]
+            error = np.square(entry.dequantized() - plain[name].dequantized()).sum() / np.square(plain[name].dequantized()).sum()
+            assert error < 10**-1.85, name
+        assert len(set(actions.values())) == 4
+
+
 class TestTables:
     def scheme(self, table: dict[str, Any], module: str) -> str | None:
         """The packing that compressed-tensors finds for a module: names before expressions, `ignore` above all."""
