@@ -1,12 +1,17 @@
 """A user's file of TensorRT-LLM arguments, as the planner sees it: the rules and the models then judge it like a plan.
 
-Old spellings, which published recipes still have and newer engines refuse (`extra="forbid"`), are understood and named.
+Old spellings, which published recipes still have and newer engines refuse (`extra="forbid"`), are understood and named; so
+are keys that no version knows, with the nearest one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from pipeline.core.errors import ConfigError
@@ -31,6 +36,8 @@ LEGACY = {
     "enable_block_reuse": "kv_cache_config.enable_block_reuse",
 }
 """Spelling of the command line or of earlier versions -> where the key lives now."""
+NEGATED = {"use_cuda_graph": "cuda_graph_config", "enable_overlap_scheduler": "disable_overlap_scheduler"}
+"""Switches of earlier versions that are now something else: {} or null, and the opposite."""
 KV_DTYPES = {"fp8": "fp8", "nvfp4": "nvfp4", "bfloat16": "bf16"}
 
 
@@ -41,6 +48,8 @@ class ReadArgs:
     setup: Setup
     renamed: tuple[str, ...]
     """Sentences about keys that must be renamed."""
+    unknown: tuple[str, ...]
+    """Sentences about keys that the engine refuses."""
 
 
 def read_llm_args(args: Mapping[str, Any], base: Setup) -> ReadArgs:
@@ -51,7 +60,7 @@ def read_llm_args(args: Mapping[str, Any], base: Setup) -> ReadArgs:
     """
     flat, renamed = _migrated(args)
     try:
-        return ReadArgs(_setup(flat, base), tuple(renamed))
+        return ReadArgs(_setup(flat, base), tuple(renamed), tuple(_unknown(flat)))
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"The LLM arguments cannot be read: {error}. Keys and types are those of tensorrt_llm.LLM.") from error
 
@@ -62,7 +71,9 @@ def _migrated(args: Mapping[str, Any]) -> tuple[Args, list[str]]:
     entries = {**args, **(args.get("pytorch_backend_config") or {})}
     entries.pop("pytorch_backend_config", None)
     for key, value in entries.items():
-        path = LEGACY.get(key, key)
+        path = LEGACY.get(key, NEGATED.get(key, key))
+        if key in NEGATED:
+            value = ({} if value else None) if key == "use_cuda_graph" else not value
         if path != key:
             renamed.append(f"{key} is now {path}: newer engines refuse the old name.")
         head, _, name = path.partition(".")
@@ -71,6 +82,27 @@ def _migrated(args: Mapping[str, Any]) -> tuple[Args, list[str]]:
         else:
             flat[head] = {**(flat.get(head) or {}), **value} if isinstance(value, Mapping) else value
     return flat, renamed
+
+
+def _unknown(args: Args) -> Iterator[str]:
+    """Keys at the top and in the sections whose keys are known."""
+    known = _known_keys()
+    for key, value in args.items():
+        if key not in known["top"]:
+            yield _refused(key, known["top"])
+        names = known["nested"].get(key)
+        if names and isinstance(value, Mapping):
+            yield from (f"{key}: {_refused(name, names)}" for name in value if name not in names)
+
+
+def _refused(key: str, known: list[str]) -> str:
+    near = get_close_matches(key, known, n=1)
+    return f"{key} is not an argument of TensorRT-LLM, which refuses unknown ones{f'; did you mean {near[0]}?' if near else '.'}"
+
+
+@cache
+def _known_keys() -> dict[str, Any]:
+    return dict(json.loads(files("pipeline.planner").joinpath("llm_args_keys.json").read_text(encoding="utf-8")))
 
 
 def _setup(args: Args, base: Setup) -> Setup:

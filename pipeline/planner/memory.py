@@ -134,7 +134,7 @@ def _latent_bytes(arch: Arch, kv_format: str, layers: int) -> int:
 def _stage(setup: Setup, stage: int) -> RankMemory:
     arch, pp = setup.arch, setup.layout.pp
     layers, last = stage_layers(arch, pp, stage), stage == pp - 1
-    shards = Shares(setup.layout, setup.formats, setup.hw.num_devices)
+    shards = Shares(setup.layout, setup.formats, setup.hw.num_devices, setup.expert_slots)
     drafts = arch.num_nextn_predict_layers if setup.mtp and last else 0
     counted = drafts if setup.line >= MTP_COUNTED_FROM else 0
     overhead = {name: int(size) for name, size in engine_bytes(setup).items()}
@@ -191,6 +191,8 @@ class Shares:
     layout: Layout
     formats: Mapping[str, str]
     gpus_per_node: int
+    expert_slots: int | None = None
+    """Places for experts where a load balancer repeats some; None: one an expert."""
 
     def bytes(self, part: Part, fmt: str) -> int:
         """This rank's share of `part`."""
@@ -199,7 +201,7 @@ class Shares:
     def share(self, part: Part, fmt: str, size: int) -> int:
         """This rank's share of `size` bytes, which is what `part` takes."""
         if part.cls == "routed_experts":
-            held = math.ceil(part.count / self.layout.ep) / part.count
+            held = math.ceil((self.expert_slots or part.count) / self.layout.ep) / part.count
             return math.ceil(size * held / self.layout.moe_tp)
         return math.ceil(size / self._ranks(part, fmt))
 

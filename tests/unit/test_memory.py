@@ -108,6 +108,12 @@ def test_shared_experts_keep_whole_blocks():
     assert sizes[8] > sizes[16] == sizes[32]
 
 
+def test_a_load_balancer_repeats_experts():
+    wide = Layout(32, 32, True)
+    plain, slots = (rank(V2, wide, expert_slots=count).weights["routed_experts"] for count in (None, 288))
+    assert slots == plain * 9 / 8
+
+
 def test_pipeline_stages_hold_the_model_once():
     stages = memory_of(setup(layout=Layout(8, 8, False, pp=2), mtp=1))
     whole = rank(layout=Layout(8, 8, False), mtp=1)
