@@ -22,8 +22,8 @@ __all__ = ["Amaxes", "Arithmetic", "Put"]
 
 Put = Callable[[str, int, Array], None]
 """Takes a piece of an output tensor: the tensor's name, the offset in it in bytes, the array."""
-STRIP_ELEMENTS = 1 << 21
-"""Elements converted at a time: temporaries are many times their size."""
+STRIP_ELEMENTS = 1 << 19
+"""Elements converted at a time: with their results they stay in a core's cache, where the kernels like them."""
 
 
 class Amaxes:
