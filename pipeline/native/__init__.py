@@ -1,6 +1,6 @@
 """Compiled kernels of the weight formats: the same bytes as `pipeline.formats`, a few hundred times as fast.
 
-`src/` is built by the package's own build (`build_hook.py`) into `_kernels`; without a compiler the package installs
+`src/` is compiled by the package's own build (`build_hook.py`) into `_kernels`; without a compiler the package installs
 without it, and `pipeline.formats.fast` computes everything in numpy. `R1_NATIVE` forces a level (avx512, avx2, neon,
 scalar), or `off`. Kernels release the GIL and write into the caller's buffers.
 """
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pipeline.core.errors import ConfigError
-from pipeline.native.digest import sources_digest
+from pipeline.native.build import SOURCES, sources_digest
 
 __all__ = ["VARIABLE", "available", "kernels", "levels", "module", "problem"]
 
@@ -58,7 +57,6 @@ def problem() -> str | None:
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) or "_kernels" in str(error)
         return f"not built: {again}" if missing else f"cannot be loaded ({error}): {again}"
-    here = Path(__file__).parent
-    if (here / "src").is_dir() and built_from != sources_digest(here):
+    if SOURCES.is_dir() and built_from != sources_digest():
         return f"built from other sources than those beside it: {again}"
     return None

@@ -1,6 +1,7 @@
 """The installed wheel works in any folder: configuration, data and model code come with it."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,13 @@ def test_the_wheel_is_the_one_that_ran(site: Path, tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(site)},
     )
     assert str(site) in out
+
+
+@pytest.mark.skipif(not shutil.which("g++") and not shutil.which("clang++"), reason="there is no C++ compiler")
+def test_the_wheel_brings_the_kernels(site: Path, tmp_path: Path) -> None:
+    ask = "from pipeline import native; print(native.module().__file__, native.problem())"
+    out = _run([sys.executable, "-c", ask], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)})
+    assert out.startswith(str(site)) and out.endswith("None\n")
 
 
 def _run(command: list[str], **options: object) -> str:
