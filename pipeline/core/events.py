@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
+from pipeline.core.meter import Meter
 from pipeline.core.stage import Progress
 
 __all__ = ["Console", "EventWriter", "JsonConsole", "PlainConsole", "human_bytes", "make_console", "replay"]
@@ -144,16 +145,16 @@ class _LineProgress:
 
     def __init__(self, stage: str, line: Callable[[str], None]) -> None:
         self._stage, self._line = stage, line
-        self._total, self._done, self._unit, self._next = 0, 0, "", 0.0
+        self._meter, self._next = Meter(0, ""), 0.0
 
     def start(self, total: int, unit: str) -> None:
-        self._total, self._done, self._unit, self._next = total, 0, unit, time.monotonic() + 10
+        self._meter, self._next = Meter(total, unit), time.monotonic() + 10
 
     def advance(self, amount: int = 1) -> None:
-        self._done += amount
-        if self._total and time.monotonic() >= self._next:
+        self._meter.advance(amount)
+        if self._meter.total and time.monotonic() >= self._next:
             self._next = time.monotonic() + 10
-            self._line(f"[{self._stage}] {100 * self._done // self._total} % of {self._total} {self._unit}")
+            self._line(f"[{self._stage}] {self._meter.text()}")
 
     def note(self, text: str) -> None:
         self._line(f"[{self._stage}] {text}")

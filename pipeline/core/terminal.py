@@ -10,6 +10,7 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from pipeline.core.events import ended_text
+from pipeline.core.meter import Meter
 from pipeline.core.stage import Progress
 
 __all__ = ["RichConsole"]
@@ -53,15 +54,16 @@ class RichConsole:
 
 class _BarProgress:
     def __init__(self, bars: Bars, stage: str, terminal: Terminal) -> None:
-        self._bars, self._terminal, self._unit = bars, terminal, ""
+        self._bars, self._terminal, self._meter = bars, terminal, Meter(0, "")
         self._task = bars.add_task(stage, total=None, state="")
 
     def start(self, total: int, unit: str) -> None:
-        self._unit = unit
-        self._bars.update(self._task, total=total, completed=0, state=f"{total} {unit}")
+        self._meter = Meter(total, unit)
+        self._bars.update(self._task, total=total, completed=0, state=self._meter.text())
 
     def advance(self, amount: int = 1) -> None:
-        self._bars.advance(self._task, amount)
+        self._meter.advance(amount)
+        self._bars.update(self._task, completed=self._meter.done, state=self._meter.text())
 
     def note(self, text: str) -> None:
         self._terminal.print(Text(f"  {text}"))
