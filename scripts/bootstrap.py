@@ -37,7 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     started = time.monotonic()
     check_python()
-    install_system_packages()
+    install_system_packages(with_browser=options.test)
     install_project(["torch", "server", *(["test"] if options.test else [])])
     print(f"set up in {time.monotonic() - started:.0f} s", flush=True)
     if options.only:
@@ -54,18 +54,21 @@ def check_python() -> None:
         )
 
 
-def install_system_packages() -> None:
-    """A C++ compiler, libpython and venv, where they are missing."""
+def install_system_packages(*, with_browser: bool) -> None:
+    """A C++ compiler, libpython and venv, where they are missing; for tests a browser too, without which one file is skipped."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     missing = [
         *([] if has_venv() else [f"python{version}-venv"]),
         *([] if shutil.which("g++") or shutil.which("clang++") else ["g++"]),
         *([] if has_libpython(version) else [f"libpython{version}"]),
     ]
+    able = os.geteuid() == 0 and shutil.which("apt-get")
+    if with_browser and able and not any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")):
+        missing.append("chromium")
     if not missing:
         return
     command = f"apt-get update && apt-get install -y --no-install-recommends {' '.join(missing)}"
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
+    if not able:
         sys.exit(f"Missing here: {', '.join(missing)}. Run as root (Debian, Ubuntu): {command}")
     print(f"installing {', '.join(missing)}", flush=True)
     run(["sh", "-c", f"export DEBIAN_FRONTEND=noninteractive; {command}"], quiet=True)

@@ -83,9 +83,10 @@ def _out_of_reach(scored: Scored, slo: SloConfig, index: int) -> str:
     asked = ", ".join(
         f"slo.{name}={value:g}" for name in ("ttft_ms", "tpot_ms", "tokens_per_gpu") if (value := getattr(slo, name)) is not None
     )
+    count = point.candidate.concurrency
     return (
         f"No configuration of this hardware is predicted to meet {asked}. Nearest: {point.label} with "
-        f"{point.candidate.concurrency:,} requests at once, TTFT {prediction.ttft_ms:.0f} ms, TPOT {prediction.tpot_ms:.1f} ms "
+        f"{count:,} request{'' if count == 1 else 's'} at once, TTFT {prediction.ttft_ms:.0f} ms, TPOT {prediction.tpot_ms:.1f} ms "
         f"(80 %: {low:.1f} to {high:.1f}), {point.tokens_per_gpu:.0f} tokens/s/GPU. Relax the limits to that, lower "
         f"workload.concurrency, or choose other hardware."
     )

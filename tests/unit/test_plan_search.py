@@ -1,0 +1,258 @@
+"""The search: what it may propose, what it recommends and why, what it draws, and a user's own arguments beside it."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from functools import cache
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+import yaml
+
+from pipeline.config.load import load
+from pipeline.core.errors import ConfigError
+from pipeline.engines.trtllm.llm_args import render as render_args
+from pipeline.engines.trtllm.versions import version_line
+from pipeline.models.arch import Arch
+from pipeline.planner.case import Case, case_of
+from pipeline.planner.choose import choose
+from pipeline.planner.compare import compare_file
+from pipeline.planner.costed import require_costed
+from pipeline.planner.page import page
+from pipeline.planner.plan import make_plan, planned
+from pipeline.planner.render import render, render_ablation
+from pipeline.planner.rules import REFUSE, check
+from pipeline.planner.search import Found, search
+from pipeline.planner.search.chart import Mark, Series, front_svg
+from pipeline.planner.search.choice import pictured
+from pipeline.planner.search.front import front
+from pipeline.planner.search.score import score
+from pipeline.planner.search.space import candidates, total_gpus
+
+R1 = ("+hw=b200", "model=deepseek_r1")
+
+
+def case(*overrides: str) -> Case:
+    config = load([*R1, *overrides])
+    return case_of(config, Arch.from_hf(dict(config.model.hf)))
+
+
+@cache
+def found(*overrides: str) -> Found:
+    result = search(case(*overrides))
+    assert result is not None
+    return result
+
+
+@cache
+def report(*overrides: str) -> dict:
+    config = load([*R1, *overrides])
+    return make_plan(config, dict(config.model.hf)).report
+
+
+def test_no_candidate_breaks_a_rule_or_holds_less_than_it_is_asked():
+    for item in candidates(case(), "nvfp4")[::97]:
+        assert item.sequences >= item.setup.max_batch_size
+        assert item.gpus <= 8
+        assert not [finding for finding in check(item.setup) if finding.level == REFUSE], item
+
+
+def test_what_the_user_fixes_is_fixed():
+    asked = case("parallel=tp8_ep2", "engine.trtllm.mtp=1", "workload.concurrency=32")
+    for item in candidates(asked, "nvfp4"):
+        assert str(item.setup.layout) == "TP8+EP2"
+        assert (item.setup.mtp, item.concurrency, item.replicas) == (1, 32, 1)
+
+
+def test_a_pinned_width_means_one_instance_whose_gpus_alone_count():
+    best = found("parallel=adp4_ep4", "workload.concurrency=256").best
+    assert best.candidate.replicas == 1
+    assert best.setup.max_batch_size == 64
+    assert best.tokens_per_gpu == pytest.approx(best.prediction.tokens_per_gpu)
+
+
+def test_nothing_on_the_front_is_beaten_by_anything():
+    scored = score(candidates(case(), "nvfp4"), 8)
+    chosen = front(scored)
+    times, tokens = scored.predictions.tpot_ms, scored.tokens_per_gpu
+    for index in chosen:
+        better = (times <= times[index]) & (tokens >= tokens[index]) & ((times < times[index]) | (tokens > tokens[index]))
+        assert not better.any()
+    assert all(times[a] < times[b] for a, b in pairwise(chosen))
+
+
+def test_the_recommended_point_keeps_the_limits_and_little_is_lost_by_its_simplicity():
+    asked = case("slo.tpot_ms=30", "slo.ttft_ms=20000")
+    best = search(asked).best
+    assert best.prediction.tpot_ms <= 30
+    scored = score(candidates(asked, "nvfp4"), total_gpus(asked))
+    allowed = scored.tokens_per_gpu[scored.meets(asked.config.slo)]
+    assert best.tokens_per_gpu >= allowed.max() * 0.94
+
+
+def test_tighter_limits_cost_throughput():
+    speeds = [found(f"slo.tpot_ms={limit}").best.tokens_per_gpu for limit in (8, 15, 30, 60)]
+    assert speeds == sorted(speeds)
+    assert speeds[0] < speeds[-1] / 4
+
+
+def test_few_requests_take_attention_tp_and_many_attention_dp():
+    assert not found("workload=latency").best.setup.layout.attention_dp
+    assert found().best.setup.layout.attention_dp
+
+
+def test_a_limit_out_of_reach_is_refused_with_the_nearest_point():
+    with pytest.raises(ConfigError, match=r"slo\.tpot_ms=1\. Nearest: TP8.*80 %: .*Relax the limits"):
+        search(case("slo.tpot_ms=1"))
+    with pytest.raises(ConfigError, match=r"slo\.tokens_per_gpu=1e\+06"):
+        search(case("slo.tokens_per_gpu=1e6"))
+
+
+def test_a_limit_that_only_the_favourable_end_keeps_is_a_warning():
+    best = found("workload=latency").best
+    limit = (best.prediction.interval[0] + best.prediction.tpot_ms) / 2
+    text = " ".join(report("workload=latency", f"slo.tpot_ms={limit:.3f}")["warnings"])
+    assert "favourable end" in text
+
+
+def test_every_choice_says_why():
+    result = found("slo.tpot_ms=20")
+    assert {reason.name for reason in result.reasons} >= {"attention_dp", "ep", "mtp", "gpus_per_instance", "concurrency"}
+    for reason in result.reasons:
+        text = reason.text(result.best)
+        assert text.endswith(".") and len(text) > 20
+    dp = next(reason for reason in result.reasons if reason.name == "attention_dp")
+    assert dp.value is True and dp.other is False and "requests at once" in dp.changes
+
+
+def test_other_precisions_are_those_that_run_here():
+    assert set(found().others) == {"nvfp4_v2", "fp8_block"}
+    config = load(["+hw=h200", "model=deepseek_r1"])
+    on_hopper = search(case_of(config, Arch.from_hf(dict(config.model.hf))))
+    assert set(on_hopper.others) == set()
+
+
+def test_prefill_and_decode_apart_use_no_more_than_the_hardware_has():
+    splits = found("hw.num_nodes=2").splits
+    assert splits
+    for split in splits:
+        used = split.counts[0] * split.prefill.world_size + split.counts[1] * split.decode.world_size
+        assert used <= 16 and min(split.counts) >= 1
+
+
+def test_where_nothing_fits_the_rules_speak():
+    config = load(["+hw=h100", "model=deepseek_r1"])
+    with pytest.raises(ConfigError, match=r"does not fit hw=h100.*\n.*num_nodes=2"):
+        make_plan(config, dict(config.model.hf))
+
+
+def test_what_is_emitted_is_what_was_simulated():
+    for overrides in ((), ("workload=latency",), ("workload=long_document_32k",), ("quant=fp8_block", "slo.tpot_ms=40")):
+        asked = case(*overrides)
+        choice, deploy = planned(asked)
+        args = render_args(deploy, version_line(asked.trtllm.version))
+        require_costed(args, choice.setup)
+        with pytest.raises(AssertionError, match="max_num_tokens"):
+            require_costed(args | {"max_num_tokens": 64}, choice.setup)
+
+
+def test_the_report_is_the_same_twice_and_the_terms_sum_to_the_token():
+    config = load([*R1])
+    first, second = (make_plan(config, dict(config.model.hf)) for _ in range(2))
+    assert first.report == second.report
+    point = first.report["predicted"]
+    assert sum(point["terms_us"].values()) / point["tokens_per_step"] == pytest.approx(point["tpot_ms"] * 1e3, rel=1e-2)
+
+
+def test_the_text_names_the_prediction_and_the_alternatives():
+    text = "\n".join(render(report()))
+    assert "tokens/s/GPU at" in text and "(80 %:" in text and "fp8_block: ADP8+EP8" in text
+    ablation = "\n".join(render_ablation(report()))
+    assert "attention data parallelism" in ablation and "multi-token prediction" in ablation
+
+
+class Tags(HTMLParser):
+    """Checks that what is opened is closed, and collects addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_no_network():
+    html = page(report(), front=pictured(report()), memory="<svg></svg>")
+    tags = Tags()
+    tags.feed(html)
+    assert tags.open == [] and tags.addresses == []
+    assert "<script" not in html
+    for text in ("ADP8+EP8", "What each optimisation is worth", "Memory of one rank", "Decisions", "Rules"):
+        assert text in html
+
+
+def test_the_chart_is_xml_with_every_point_and_escapes_names():
+    marks = [Mark(10.0, 100.0, "A & B"), Mark(20.0, 50.0, "<C>")]
+    root = ElementTree.fromstring(front_svg([Series("x<y", marks)], marks[0], (9.0, 11.0), "a & b"))
+    circles = [node for node in root.iter() if node.tag.endswith("circle")]
+    assert len(circles) == 2 + 1 + 2  # points, the recommended one, the legend
+    titles = [node.text for node in root.iter() if node.tag.endswith("title")]
+    assert "<C>: 20.0 tokens/s/user, 50 tokens/s/GPU" in titles
+
+
+RECIPE = """
+tp_size: 8
+moe_expert_parallel_size: 8
+enable_attention_dp: true
+kv_cache_config: {dtype: fp8, free_gpu_memory_fraction: 0.8}
+moe_config: {backend: TRTLLM}
+cuda_graph_config: {enable_padding: true, max_batch_size: 256}
+speculative_config: {decoding_type: MTP, max_draft_len: 1}
+max_batch_size: 128
+print_iter_log: true
+"""
+
+
+def test_a_users_file_is_set_beside_the_plan_and_predicted(tmp_path):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(RECIPE, encoding="utf-8")
+    config = load([*R1, "workload.concurrency=1024"])
+    found = compare_file(config, config.model.hf, file)
+    lines = {line.name: line for line in found.arguments}
+    assert (lines["moe_config.backend"].ours, lines["moe_config.backend"].theirs) == ("CUTLASS", "TRTLLM")
+    assert lines["cuda_graph_config.max_batch_size"].why and not lines["enable_attention_dp"].why
+    assert found.theirs.prediction.tpot_ms > 0 and found.theirs.label.startswith("ADP8+EP8")
+    assert any("tp_size is now tensor_parallel_size" in text for text in found.renamed)
+    assert any("256" in item.text for item in found.findings)
+    text = "\n".join(found.lines())
+    assert "ours: ADP8+EP8" in text and "theirs: ADP8+EP8" in text
+    assert yaml.safe_load(yaml.safe_dump(found.plain()))["renamed"]
+
+
+@pytest.mark.parametrize(("text", "sentence"), [("[1]", "holds list"), ("a: [", "cannot be read as YAML")])
+def test_a_file_that_is_no_table_is_refused(tmp_path, text, sentence):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(text, encoding="utf-8")
+    config = load([*R1])
+    with pytest.raises(ConfigError, match=sentence):
+        compare_file(config, config.model.hf, file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        compare_file(config, config.model.hf, tmp_path / "absent.yaml")
+
+
+def test_the_published_recipes_still_decide_where_speed_cannot_be_predicted():
+    choice = choose(case("workload=latency"))
+    assert str(choice.layout) == "TP8+EP2"
+    warnings = report("parallel.tp=4", "parallel.pp=2", "slo.tpot_ms=50")["warnings"]
+    assert any("not predicted" in text for text in warnings)
