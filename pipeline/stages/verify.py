@@ -31,6 +31,17 @@ def toolchain(config: Config) -> dict[str, str]:
     return versions
 
 
+def requires(config: Config, checkpoint: Path | None) -> None:
+    """The text that `verify.text` names, and torch where there is a text and room to predict it."""
+    from pipeline.models.arch import Arch
+    from pipeline.verify.text import available_memory, heldout_file, memory_needed
+
+    if not (checkpoint and heldout_file(checkpoint, config.verify.text)) or _version("torch") != "absent":
+        return
+    if memory_needed(Arch.from_dir(checkpoint), config.verify.tokens) <= available_memory() / 2:
+        _require_torch()
+
+
 STAGE = Stage(
     name="verify",
     version=2,
@@ -38,10 +49,11 @@ STAGE = Stage(
     config=("verify",),
     reads_checkpoint="all",
     code=(
-        "pipeline/stages/verify.py", "pipeline/verify", "pipeline/checkpoint", "pipeline/formats", "pipeline/layouts",
-        "pipeline/models", "plugins/topk_router/reference.py",
+        "pipeline/stages/verify.py", "pipeline/verify", "pipeline/inspect", "pipeline/checkpoint", "pipeline/formats",
+        "pipeline/layouts", "pipeline/models", "plugins/topk_router/reference.py",
     ),
     toolchain=toolchain,
+    requires=requires,
     run="pipeline.stages.verify:run",
 )
 
@@ -52,13 +64,12 @@ def run(ctx: StageContext) -> None:
     from pipeline.core.errors import GateError
     from pipeline.verify.gate import alarms, failures, scale_faults
     from pipeline.verify.report import Report
-    from pipeline.verify.weights import differing_pairs
 
     assert ctx.checkpoint is not None
     source, converted = Checkpoint.open(ctx.checkpoint), Checkpoint.open(ctx.inputs["convert"])
     errors, compared = measure_weights(ctx, source, converted)
     logits, note = measure_logits(ctx, source, converted)
-    failed = failures(ctx.config.verify, errors, [*scale_faults(errors), *differing_pairs(converted)], logits)
+    failed = failures(ctx.config.verify, errors, scale_faults(errors), logits) + broken_rules(ctx.inputs["convert"])
     report = Report(
         errors=errors, compared=compared, failed=failed, alarms=alarms(ctx.config.verify, errors), logits=logits, note=note,
         sensitivity=measure_sensitivity(ctx, source, converted, errors) if logits and ctx.config.verify.sensitivity else [],
@@ -66,6 +77,15 @@ def run(ctx: StageContext) -> None:
     write(ctx, report)
     if failed:
         raise GateError(" ".join([*failed, f"The full report is {ctx.out / 'report.md'}."]))
+
+
+def broken_rules(folder: Path) -> list[str]:
+    """What headers, configs and tensor-wide scales show to be wrong, a sentence a rule."""
+    from pipeline.inspect.contents import Contents
+    from pipeline.verify.invariants import ERROR, Subject, check
+
+    found = check(Subject(Contents.open(folder)))
+    return [finding.sentence() for finding in found if finding.rule.level == ERROR]
 
 
 def write(ctx: StageContext, report: Report) -> None:

@@ -30,12 +30,8 @@ def windows_of(text: Path, tokenizer: Path, arch: Arch, *, tokens: int, window: 
 
     The windows are spread evenly over the text, so that all of its kinds of prose and code are heard.
     """
-    from tokenizers import Tokenizer
-
-    if not tokenizer.is_file():
-        raise ConfigError(f"{tokenizer} is missing: the held-out text cannot be tokenised without it.")
     start = [] if arch.bos_token_id is None else [arch.bos_token_id]
-    ids = Tokenizer.from_file(str(tokenizer)).encode(text.read_text(encoding="utf-8"), add_special_tokens=False).ids
+    ids = _token_ids(text, tokenizer)
     if max(ids, default=0) >= arch.vocab_size:
         raise ConfigError(f"{tokenizer} yields token {max(ids)}, but the model has {arch.vocab_size}: it is another's.")
     window = min(window, tokens, arch.max_position_embeddings)
@@ -46,6 +42,22 @@ def windows_of(text: Path, tokenizer: Path, arch: Arch, *, tokens: int, window: 
     if not chosen:
         raise ConfigError(f"{text} holds {len(ids)} tokens, too few to predict any: give a longer text as verify.text.")
     return chosen
+
+
+def _token_ids(text: Path, tokenizer: Path) -> list[int]:
+    from tokenizers import Tokenizer
+
+    if not tokenizer.is_file():
+        raise ConfigError(f"{tokenizer} is missing: the held-out text cannot be tokenised without it.")
+    try:
+        model = Tokenizer.from_file(str(tokenizer))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"{tokenizer} is not a tokenizer ({error}): fetch it again.") from error
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{text} cannot be read as UTF-8 text ({error}): name another as verify.text.") from error
+    return list(model.encode(content, add_special_tokens=False).ids)
 
 
 def memory_needed(arch: Arch, tokens: int) -> int:

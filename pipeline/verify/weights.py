@@ -21,7 +21,7 @@ from pipeline.formats.row_errors import RowErrors
 from pipeline.verify.rows import Scales, row_pieces
 from pipeline.verify.sums import Piece, join, measure
 
-__all__ = ["FLOOR_DB", "TensorError", "compare_weights", "differing_pairs", "in_order", "num_threads"]
+__all__ = ["FLOOR_DB", "TensorError", "compare_weights", "in_order", "num_threads"]
 
 FLOOR_DB = -300.0
 """Reported where the ratio has no finite logarithm: NaN or infinity in the converted weight, or a source of zeros."""
@@ -88,11 +88,6 @@ def compare_weights(
         measured = list(group)
         origin, entry = measured[0][0].origin, measured[0][0].entry
         yield _error(origin, entry, measured), origin.num_bytes + entry.num_bytes
-
-
-def differing_pairs(converted: Checkpoint) -> list[str]:
-    """Layers that runtimes run as one matrix with one tensor-wide scale, and that have two; a sentence each."""
-    return [text for entry in converted.entries.values() if entry.quantised for text in _differences(converted, entry)]
 
 
 def _comparable(source: Checkpoint, entry: Entry) -> bool:
@@ -164,13 +159,3 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-
-
-def _differences(converted: Checkpoint, entry: Entry) -> Iterator[str]:
-    partner = converted.entries.get(f"{entry.place.partner}.weight")
-    if partner is None or not entry.format.tensor_scale or partner.name < entry.name:
-        return
-    mine, theirs = Scales(entry), Scales(partner)
-    for suffix, info in entry.tensors.items():
-        if info.shape == () and (suffix not in partner.tensors or theirs[suffix].tobytes() != mine[suffix].tobytes()):
-            yield f"{entry.place.module} and {partner.place.module} are fused by runtimes, but their {suffix} differ"

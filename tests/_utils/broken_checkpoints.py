@@ -24,6 +24,7 @@ LAYER, HEAD = "model.layers.1.", "lm_head.weight"
 UP = f"{LAYER}mlp.experts.2.up_proj"
 DOWN = f"{LAYER}mlp.experts.2.down_proj"
 ROUTER = f"{LAYER}mlp.gate"
+NVFP4_SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 Q_A, KV_B = f"{LAYER}self_attn.q_a_proj", f"{LAYER}self_attn.kv_b_proj"
 K_SCALE, V_SCALE = f"{LAYER}self_attn.k_scale", f"{LAYER}self_attn.v_scale"
 
@@ -220,12 +221,13 @@ CASES: dict[str, tuple[str, Damage | None, str, str]] = {
     ),
     "width": (
         "fours",
-        put(
-            {
-                f"{UP}.weight": floats(128, 120, dtype="BF16"),
-                **dict.fromkeys(f"{UP}.{leaf}" for leaf in ("weight_scale", "weight_scale_2", "input_scale")),
-            }
-        ),
+        put({f"{UP}.weight": ("U8", np.ones((128, 60), np.uint8))}),
+        f"{UP}.weight",
+        "[128, 120], and 120 is no multiple of 16",
+    ),
+    "plain-width": (
+        "fours",
+        put({f"{UP}.weight": floats(128, 120, dtype="BF16"), **dict.fromkeys(f"{UP}.{leaf}" for leaf in NVFP4_SCALES)}),
         f"{UP}.weight",
         "120 is no multiple of 16",
     ),

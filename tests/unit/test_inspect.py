@@ -292,8 +292,7 @@ FOUR_FAULTS: dict[str, tuple[Damage, str, str, str]] = {
         "excluded-but-quantised", UP, "read codes",
     ),
     "width": (
-        lambda folder: replace_tensors(folder, {f"{UP}.weight": tensor("BF16", (128, 250)), **dict.fromkeys(
-            f"{UP}.{leaf}" for leaf in ("weight_scale", "weight_scale_2", "input_scale"))}),
+        lambda folder: replace_tensors(folder, {f"{UP}.weight": tensor("U8", (128, 125))}),
         "width", f"{UP}.weight", "250 is no multiple of 16",
     ),
 }  # fmt: skip

@@ -162,7 +162,7 @@ def test_fused_layers_with_different_scales_fail(silent: Path, damaged: Path, tm
     module = "model.layers.2.mlp.experts.0.up_proj"
     replace_tensors(damaged, {f"{module}.input_scale": ("F32", np.array(2.0, np.float32))})
     with pytest.raises(
-        GateError, match=r"experts\.0\.gate_proj and .*experts\.0\.up_proj are fused by runtimes, but their input_scale"
+        GateError, match=r"experts\.0\.gate_proj and .*experts\.0\.up_proj have input_scale 1 and 2, off by a factor"
     ):
         verify(silent, damaged, tmp_path / "v", **LOOSE)
 
@@ -231,6 +231,17 @@ class TestText:
         small = SimpleNamespace(bos_token_id=0, vocab_size=64)
         with pytest.raises(ConfigError, match="the model has 64: it is another's"):
             windows_of(source / "heldout.txt", source / "tokenizer.json", small, tokens=100, window=50)
+
+    @pytest.mark.parametrize("content", ["{}", "[1]", "", "{"])
+    def test_a_file_that_is_no_tokenizer_is_named(self, source: Path, tmp_path: Path, content: str) -> None:
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer \("):
+            windows_of(source / "heldout.txt", tmp_path / "tokenizer.json", Checkpoint.open(source).arch, tokens=100, window=50)
+
+    def test_a_text_that_is_not_utf8_is_named(self, source: Path, tmp_path: Path) -> None:
+        (tmp_path / "text").write_bytes(b"\xff\xfe")
+        with pytest.raises(ConfigError, match="text cannot be read as UTF-8 text"):
+            windows_of(tmp_path / "text", source / "tokenizer.json", Checkpoint.open(source).arch, tokens=100, window=50)
 
     def test_a_named_text_must_exist(self, source: Path) -> None:
         assert heldout_file(source, None) == source / "heldout.txt"

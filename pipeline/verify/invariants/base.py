@@ -99,6 +99,11 @@ class Finding:
         yield f"  why: {rule.why}"
         yield f"  fix: {rule.fix}"
 
+    def sentence(self) -> str:
+        """The first breach, how many more there are, and the way out."""
+        more = f" ({len(self.faults) - 1:,} more)" if len(self.faults) > 1 else ""
+        return f"{self.rule.sentence(self.faults[0]).rstrip('.')}{more}; {self.rule.fix}."
+
     def plain(self) -> dict[str, Any]:
         """For machines: every one."""
         return {

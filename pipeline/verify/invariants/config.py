@@ -164,7 +164,7 @@ RULES = (
         f"declare {MIXED} with each layer's algorithm",
     ),
     Rule(
-        "pattern-without-a-module", ERROR, _each(_pattern), "what was meant will be built quantised",
+        "pattern-without-a-module", WARNING, _each(_pattern), "what was meant will be built quantised",
         "correct the pattern; an MTP layer has the number after the last layer",
     ),
     Rule(

@@ -73,13 +73,11 @@ def _rounded_scale(subject: Subject) -> Iterator[Fault]:
 
 
 def _width(subject: Subject) -> Iterator[Fault]:
-    for module in subject.contents.modules.values():
-        if not module.place.linear or not module.matrix:
-            continue
-        multiple = MULTIPLE.get(module.format, 16)
-        if module.shape[1] % multiple:
-            name = f"{module.name}.weight"
-            yield Fault(name, f"{name} is {list(module.shape)}, and {module.shape[1]} is no multiple of {multiple}")
+    yield from (fault for module, fault in _narrow(subject.contents) if module.quantised)
+
+
+def _plain_width(subject: Subject) -> Iterator[Fault]:
+    yield from (fault for module, fault in _narrow(subject.contents) if not module.quantised)
 
 
 def _partial_block(subject: Subject) -> Iterator[Fault]:
@@ -88,6 +86,15 @@ def _partial_block(subject: Subject) -> Iterator[Fault]:
             rows, columns = module.shape
             name = f"{module.name}.weight"
             yield Fault(name, f"{name} is {rows} x {columns}: the last block of {rows} covers {left}")
+
+
+def _narrow(contents: Contents) -> Iterator[tuple[Module, Fault]]:
+    """Linear layers whose width is no whole number of blocks; FP8 in blocks of 128 may cut the last."""
+    for module in contents.modules.values():
+        multiple = MULTIPLE.get(module.format, 16)
+        if module.place.linear and module.matrix and module.shape[1] % multiple:
+            name = f"{module.name}.weight"
+            yield module, Fault(name, f"{name} is {list(module.shape)}, and {module.shape[1]} is no multiple of {multiple}")
 
 
 def _unknown(contents: Contents) -> Iterator[Module]:
@@ -126,7 +133,11 @@ RULES = (
         "rounded-scale", WARNING, _rounded_scale, "rounding a scale to 8 bits moves all weights of its block by up to 0.4 %",
         "store scales of FP8 weights in F32; from an FP8 source copy codes and scales as they are",
     ),
-    Rule("width", ERROR, _width, "formats with blocks cannot hold it", "keep the layer in BF16"),
+    Rule("width", ERROR, _width, "its format cannot hold it, and readers stop at the last block", "keep the layer in BF16"),
+    Rule(
+        "plain-width", NOTE, _plain_width, "formats with blocks cannot hold it",
+        "keep the layer in BF16 when you quantise the others",
+    ),
     Rule(
         "partial-block", NOTE, _partial_block, "tools that reshape into whole blocks break on it",
         "nothing, if your tools pad or slice the last block",
