@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
 
-from pipeline.inspect.contents import Contents, table_of
+from pipeline.formats import get_format
+from pipeline.inspect.contents import Contents, Module, table_of
+from pipeline.inspect.recognise import CT, may_be
+from pipeline.layouts import stored_as
+from pipeline.layouts.compressed_tensors import COMPRESSED_TENSORS, scheme_of
 
 __all__ = ["MIXED", "Declaration", "declarations", "matched"]
 
@@ -28,7 +32,7 @@ class Declaration:
     excludes: tuple[str, ...]
     kv_cache: str | None
     layers: dict[str, str]
-    """Module -> algorithm, where it is said layer by layer."""
+    """Module -> algorithm, where it is said layer by layer; of compressed-tensors' groups, where tensors contradict them."""
     lists_excludes: bool = True
     """Whether its loaders quantise every linear layer that it does not exclude, lm_head and router too."""
 
@@ -40,8 +44,9 @@ def declarations(contents: Contents) -> list[Declaration]:
     if isinstance(inline, dict):
         excludes = inline.get("ignore") or inline.get("modules_to_not_convert") or inline.get("exclude_modules") or _dynamic(inline)
         kv_cache = "FP8" if inline.get("kv_cache_scheme") else inline.get("kv_cache_quant_algo")
+        layers = _layers(inline) or _contradicted(contents, inline)
         listed = inline.get("quant_method") in ("modelopt", "compressed-tensors")
-        found.append(Declaration("config.json", _algorithm(inline), _names(excludes), _word(kv_cache), _layers(inline), listed))
+        found.append(Declaration("config.json", _algorithm(inline), _names(excludes), _word(kv_cache), layers, listed))
     own = table_of(contents.quantisation).get("quantization")
     if isinstance(own, dict):
         excludes, kv_cache = _names(own.get("exclude_modules")), _word(own.get("kv_cache_quant_algo"))
@@ -91,3 +96,29 @@ def _names(value: Any) -> tuple[str, ...]:
 
 def _word(value: Any) -> str | None:
     return str(value) if value else None
+
+
+def _contradicted(contents: Contents, inline: dict[str, Any]) -> dict[str, str]:
+    """What compressed-tensors' config groups say of quantised modules that are stored otherwise, or that none targets."""
+    if inline.get("quant_method") != CT:
+        return {}
+    groups = [table_of(group) for group in table_of(inline.get("config_groups")).values()]
+    targets = {target: group for group in groups for target in _names(group.get("targets"))}
+    names = sorted(name for name, module in contents.modules.items() if module.quantised)
+    said: dict[str, dict[str, Any]] = {}
+    for target in sorted(targets, key=lambda target: (target == "Linear", target.startswith("re:"), target)):
+        for name in names if target == "Linear" else matched(target, names):
+            said.setdefault(name, targets[target])
+    schemes = {id(group): scheme_of(group) for group in groups}
+    found = {name: schemes[id(said[name])] if name in said else "no scheme" for name in names}
+    contradicted = {name: _contradiction(contents.modules[name], item) for name, item in found.items() if item}
+    return {name: text for name, text in contradicted.items() if text}
+
+
+def _contradiction(module: Module, item: str) -> str:
+    """The scheme in words where the module is not stored so: in another format, or without the scales of its activations."""
+    if not may_be(module.format, item):
+        return f"{CT} {item}"
+    wanted = [field.name for field in stored_as(COMPRESSED_TENSORS, get_format(item)).fields]
+    missing = [name for name in wanted if name not in module.tensors]
+    return f"{CT} {item} with {', '.join(missing)}" if missing else ""

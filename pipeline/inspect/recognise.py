@@ -11,7 +11,7 @@ from pipeline.checkpoint.reader import TensorInfo
 from pipeline.core.errors import ConfigError
 from pipeline.layouts import MAIN_LEAVES, SCALE_LEAVES, Form, forms_like
 
-__all__ = ["ALGORITHMS", "PLAIN", "SCALE_LEAVES", "UNKNOWN", "recognise"]
+__all__ = ["ALGORITHMS", "CT", "PLAIN", "SCALE_LEAVES", "UNKNOWN", "may_be", "recognise"]
 
 UNKNOWN = "unknown"
 PLAIN = ("bf16", "f16", "f32")
@@ -43,7 +43,17 @@ ALGORITHMS = {
     f"{CT} fp8_block": CT,
 }
 """Format -> as checkpoints declare it."""
+_SCHEMES = {
+    "fp8_per_channel": ("fp8_channel",), f"{CT} fp8_block": ("fp8_block",), f"{CT} mxfp4": ("mxfp4",),
+    f"{CT} nvfp4": ("nvfp4", "w4a16_nvfp4"), f"{CT} int4": ("int4_awq", "w4a8_awq"),
+}  # fmt: skip
+"""Format -> those that a config group of compressed-tensors may call it, where that is not its own name."""
 Shape = tuple[int, ...]
+
+
+def may_be(found: str, item: str) -> bool:
+    """Whether tensors in the format `found` can be what a config group of compressed-tensors calls `item`."""
+    return item in _SCHEMES.get(found, (found,))
 
 
 def recognise(tensors: Mapping[str, TensorInfo]) -> tuple[str, Shape]:

@@ -209,7 +209,7 @@ def scheme_of(group: Table) -> str | None:
 
 def _alike(one: Table, two: Table) -> bool:
     """In what decides how weights are stored or activations coded."""
-    return all(one.get(key) == two.get(key) for key in ("num_bits", "type", "strategy", "group_size"))
+    return all(one.get(key) == two.get(key) for key in ("num_bits", "type", "strategy", "group_size", "dynamic"))
 
 
 def _group(name: str, targets: list[str]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,26 @@ class TestTables:
             if len(entry.shape) == 2:
                 left_out = any(re.match(rule[2:], entry.place.module) for rule in table["dynamic"] if rule.startswith("-:"))
                 assert entry.quantised != left_out, entry.name
+
+    def test_groups_that_the_tensors_contradict_are_odd(self, source: Path, tmp_path: Path) -> None:
+        out = converted(source, tmp_path / "out", "compressed_tensors", "fp8_block", routed_experts="nvfp4")
+        table = json.loads((out / "config.json").read_text())
+        groups = table["quantization_config"]["config_groups"]
+        groups["group_0"]["targets"], groups["group_1"]["targets"] = groups["group_1"]["targets"], groups["group_0"]["targets"]
+        (out / "config.json").write_text(json.dumps(table))
+        texts = [problem.text for problem in inspect(out).oddities]
+        assert any("0.mlp.down_proj as compressed-tensors nvfp4, but it is compressed-tensors fp8_block" in text for text in texts)
+        groups["group_0"]["targets"] = groups["group_0"]["targets"][:0]
+        (out / "config.json").write_text(json.dumps(table))
+        assert any("experts.0.down_proj as compressed-tensors no scheme" in problem.text for problem in inspect(out).oddities)
+
+    def test_weight_only_layers_under_a_scheme_with_activations_are_odd(self, tmp_path: Path) -> None:
+        """Loaders would fill in the scales that are not there, and multiply by whatever memory holds."""
+        shutil.copytree(Path(__file__).parents[1] / "data" / "foreign" / "llmcompressor_nvfp4a16", tmp_path / "out")
+        table = json.loads((tmp_path / "out" / "config.json").read_text())
+        group = table["quantization_config"]["config_groups"]["NVFP4A16"]
+        assert not any("declares" in problem.text for problem in inspect(tmp_path / "out").oddities)
+        group["input_activations"] = group["weights"] | {"dynamic": "local"}
+        (tmp_path / "out" / "config.json").write_text(json.dumps(table))
+        texts = [problem.text for problem in inspect(tmp_path / "out").oddities]
+        assert any("experts.0.down_proj as compressed-tensors nvfp4 with input_global_scale, but it is" in text for text in texts)
