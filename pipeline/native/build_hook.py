@@ -41,7 +41,7 @@ class NativeBuildHook(BuildHookInterface):
         text = f"The native kernels of r1-pipeline were not built: {reason[-2000:]}"
         if os.environ.get("R1_NATIVE_REQUIRE") == "1":
             sys.exit(f"{text}\nInstall a C++17 compiler (apt-get install g++), or unset R1_NATIVE_REQUIRE.")
-        print(f"{text}\nInstalling without them: conversion runs in numpy, with the same results, slowly.", file=sys.stderr, flush=True)
+        print(f"{text}\nInstalling without them: conversion runs in numpy, with the same results, slowly.", file=sys.stderr)
 
 
 def _load(name: str) -> ModuleType:
