@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,11 @@ def child_main(call_file: Path) -> int:
     except PipelineError as error:
         events.send(event="error", kind=type(error).__name__, text=str(error))
         return error.exit_code
+    except OSError as error:  # a full or lost disk, mostly; where it happened stands in the log
+        traceback.print_exc()
+        where = f"{error.filename}: " if error.filename else ""
+        events.send(event="error", kind="StageError", text=f"{where}{error.strerror or error}. What was finished is kept.")
+        return StageError.exit_code
     events.send(event="done", seconds=time.monotonic() - started, peak_memory_bytes=peak_memory())
     return 0
 

@@ -1,5 +1,6 @@
 """The edges of the command line: odd words, and outputs that are closed, full or no longer read."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import main
+from pipeline.config.load import load
+from pipeline.executors import StageCall
 from tests.conftest import Workspace
 
 
@@ -55,6 +58,24 @@ def test_explain_without_a_checkpoint_shows_what_waits(
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "waits for a checkpoint: model=deepseek_r1 names none: give the folder" in lines["convert"]
     assert list(lines) == ["plan", "convert", "verify", "engine", "package"]
+
+
+def test_an_error_of_the_system_in_a_stage_is_a_sentence(tmp_path: Path) -> None:
+    """The folder of the attempt is not there, as on a lost disk."""
+    config = dataclasses.asdict(load(["+hw=b200", "model=deepseek_r1"]))
+    call = StageCall(stage="plan", config=config, inputs={}, checkpoint=None, out=str(tmp_path / "gone"), tmp=str(tmp_path))
+    (tmp_path / "call.json").write_text(json.dumps(dataclasses.asdict(call)))
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "stage", "call.json"],
+        cwd=tmp_path,
+        env=Workspace(tmp_path).env(),
+        capture_output=True,
+        text=True,
+    )
+    event = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 3 and (event["event"], event["kind"]) == ("error", "StageError")
+    assert "gone" in event["text"] and "No such file or directory. What was finished is kept." in event["text"]
+    assert "Traceback" in done.stderr, "the log says where"
 
 
 def test_gc_lists_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from pipeline.core.store import SCHEMA, Store, describe_tree
 from pipeline.engines.torch.gpu import compute_capabilities
 from pipeline.executors import StageCall, StageOutcome
 from pipeline.stages import STAGES as REAL_STAGES
+from tests._utils import random_checkpoint
 
 
 def first(ctx: StageContext) -> None:
@@ -246,6 +247,19 @@ def test_a_cuda_engine_is_refused_before_anything_is_converted() -> None:
     with pytest.raises(MissingToolError, match=r"engine\.torch\.device=cuda needs a GPU, and this machine offers none"):
         REAL_STAGES["engine"].requires(load(["+hw=rtx_pro_6000"]), None)
     REAL_STAGES["engine"].requires(load(["+hw=b200"]), None)
+
+
+def test_a_text_or_torch_that_verify_lacks_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requires = REAL_STAGES["verify"].requires
+    (tmp_path / "heldout.txt").write_text("text")
+    (tmp_path / "config.json").write_text(json.dumps(random_checkpoint.ARCH))
+    with pytest.raises(ConfigError, match=r"verify\.text=/nowhere is not a file"):
+        requires(load(["+hw=cpu", "verify.text=/nowhere"]), tmp_path)
+    monkeypatch.setattr("pipeline.stages.verify._version", lambda name: "absent")
+    with pytest.raises(MissingToolError, match="verify compares logits with torch, which is not installed"):
+        requires(load(["+hw=cpu"]), tmp_path)
+    (tmp_path / "heldout.txt").unlink()
+    requires(load(["+hw=cpu"]), tmp_path)
 
 
 def test_gc_keeps_what_is_used_and_the_newest(tmp_path: Path) -> None:

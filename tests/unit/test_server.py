@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.schema import ServeConfig
 from pipeline.core.errors import ConfigError, MissingToolError
 from pipeline.triton import server, smoke
 from pipeline.triton.http import Endpoint, TritonError, _checked
@@ -44,6 +45,17 @@ def test_a_server_on_path_and_in_a_container_needs_nothing_of_the_wheel(
 def test_a_configured_server_must_exist() -> None:
     with pytest.raises(MissingToolError, match=r"serve.server=/no/such is not a file"):
         server.find_server(serving.serve_config(server="/no/such").serve)
+
+
+def test_a_host_that_is_not_ours_is_named_instead_of_a_port() -> None:
+    with pytest.raises(ConfigError, match=r"serve\.host=203\.0\.113\.7 is no address of this machine: 127\.0\.0\.1"):
+        server._endpoint(ServeConfig(host="203.0.113.7", http_port=0, grpc_port=0, metrics_port=0))
+
+
+def test_a_configured_server_must_be_a_program(tmp_path: Path) -> None:
+    (tmp_path / "tritonserver").write_text("text")
+    with pytest.raises(MissingToolError, match="is not a file that can be run"):
+        server.find_server(ServeConfig(server=str(tmp_path / "tritonserver")))
 
 
 def test_the_wheel_refuses_python_3_13_and_numpy_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
