@@ -25,6 +25,8 @@ from tests._utils import random_checkpoint
 from tests._utils.broken_checkpoints import CASES, LAYER, UP, codes, in_modelopt, put, scalar
 from tests._utils.run_stage import Notes, convert, recipe
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -79,6 +81,16 @@ def test_a_fault_that_no_rule_knows_is_told_all_the_same(bases: dict[str, Path])
     assert [fault.fact for fault in check(Subject(contents))[0].faults] == ["x.weight is odd: so odd"]
 
 
+def test_a_rule_that_fails_keeps_no_other_from_being_told(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stumble(subject: Subject) -> list[Any]:
+        raise KeyError("num_hidden_layers")
+
+    monkeypatch.setitem(RULES, "unusable-scale", replace(RULES["unusable-scale"], check=stumble))
+    found = told(examine(bases["fours"]))
+    assert found["not-checked"].faults[0].fact == "unusable-scale could not be applied (KeyError: 'num_hidden_layers')"
+    assert "kv-declared-without-scale" in found
+
+
 def test_all_problems_at_once(bases: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(bases["fours"], tmp_path / "copy"))
     broken = ("nan-block-scale", "scales-of-a-pair", "pickle", "configs-disagree-on-excludes", "index-without-tensor")
@@ -127,6 +139,18 @@ class TestBrokenFolders:
         (folder / "hf_quant_config.json").write_text(json.dumps(value))
         (folder / INDEX).write_text(json.dumps({"metadata": value, "weight_map": value}))
         assert "unreadable-index" in told(examine(folder)) or value == {}
+
+    @pytest.mark.parametrize(
+        "value", [None, "text", -1, [], {}, {"a": None}, {"group_0": {"targets": 3, "weights": [], "format": {}}}, 10**40]
+    )
+    def test_any_value_in_a_config_of_compressed_tensors(self, tmp_path: Path, value: Any) -> None:
+        folder = Path(shutil.copytree(ROOT / "tests" / "data" / "foreign" / "llmcompressor_nvfp4a16", tmp_path / "copy"))
+        config = json.loads((folder / "config.json").read_text())
+        for key in ("config_groups", "ignore", "format", "kv_cache_scheme", "quant_method"):
+            inline = config["quantization_config"] | {key: value}
+            (folder / "config.json").write_text(json.dumps(config | {"quantization_config": inline}))
+            found = told(examine(folder))
+            assert "scales-of-a-pair" in found and "not-checked" not in found, found.get("not-checked")
 
     def test_random_bytes_in_a_shard(self, bases: dict[str, Path], tmp_path: Path) -> None:
         """Header and data alike; what is read depends on chance, that something is said does not."""
