@@ -30,7 +30,7 @@ from pipeline.planner.perf import (
     work,
 )
 from pipeline.planner.perf.calibration import Calibration, Effect, nearest, shipped
-from pipeline.planner.perf.step import COEFFICIENTS, FIRST_TOKEN, SWITCHES
+from pipeline.planner.perf.step import COEFFICIENTS, FIRST_TOKEN, LIMIT, SHARES, SWITCHES
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 ARCH = Arch.from_hf(yaml.safe_load((CONF / "model" / "deepseek_r1.yaml").read_text())["hf"])
@@ -283,8 +283,9 @@ def test_the_shipped_calibration_is_complete_and_sourced() -> None:
     assert all(value > 0 for value in calibration.coefficients.values())
     assert calibration.source
     assert calibration.fingerprints
-    shares = ("dense_memory", "expert_memory", "kv_memory", "dense_flops", "expert_flops", "attention_flops", "link")
-    assert all(calibration.coefficients[name] < 1 for name in shares)
+    assert all(calibration.coefficients[name] <= LIMIT for name in SHARES)
+    fastest = replace(calibration, effects=(Effect("experts", "hw/precision", "b200/fp4", -5.0),))
+    assert fastest.arrays([case()])["expert_memory"] <= LIMIT + 1e-9
 
 
 def check_slower(change: Callable[[PerfCase], PerfCase]) -> None:

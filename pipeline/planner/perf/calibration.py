@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 
 from pipeline.planner.perf.case import PerfCase
-from pipeline.planner.perf.step import COEFFICIENTS, FIRST_TOKEN
+from pipeline.planner.perf.step import COEFFICIENTS, FIRST_TOKEN, bounded
 from pipeline.planner.perf.work import Array
 
 __all__ = ["QUANTITIES", "SCOPES", "Calibration", "Effect", "level_of", "shipped"]
@@ -74,7 +74,7 @@ class Calibration:
                 if effect.scope == scope:
                     table.setdefault(effect.level, {})[effect.quantity] = effect.log
             self._add(logs, scope, table, cases)
-        return {name: np.exp(value) for name, value in logs.items()}
+        return bounded(logs)
 
     def _add(self, logs: dict[str, Array], scope: str, table: Mapping[str, Mapping[str, float]], cases: Sequence[PerfCase]) -> None:
         """Add one scope's effects to the logs of the coefficients."""

@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.planner.perf.calibration import QUANTITIES, Calibration, Effect, level_of
 from pipeline.planner.perf.points import Point
 from pipeline.planner.perf.serve import serve
-from pipeline.planner.perf.step import COEFFICIENTS, FIRST_TOKEN, SWITCHES
+from pipeline.planner.perf.step import COEFFICIENTS, FIRST_TOKEN, SWITCHES, bounded
 from pipeline.planner.perf.work import Array, Columns, columns
 
 __all__ = ["EFFECTS", "cross_validate", "fit", "fit_first_token", "residuals"]
@@ -31,7 +31,7 @@ EFFECTS: tuple[tuple[str, str, float], ...] = (
     ("drafts", "hw/precision/engine", 0.15),
 )
 """Quantity, scope and prior standard deviation of its log."""
-NOISE = 0.05
+NOISE = 0.035
 """Standard deviation of log TPOT that the fit expects: repeats differ by 1 to 2 %, scripts and days by more."""
 ROBUST = 2.0
 """Noise deviations beyond which a residual weighs linearly."""
@@ -62,7 +62,7 @@ class _Problem:
             sign, targets = QUANTITIES[quantity]
             for name in targets:
                 logs[name] = logs[name] + sign * value * member
-        return {**self.fixed, **{name: np.exp(value) for name, value in logs.items()}}
+        return {**self.fixed, **bounded(logs)}
 
     def residual(self, x: Array) -> Array:
         return self.target - np.log(getattr(serve(self.cols, self.coefficients(x)), self.quantity))
@@ -103,7 +103,8 @@ def fit(points: Sequence[Point]) -> Calibration:
     x = _minimum(problem)
     shared = len(COEFFICIENTS)
     first = {name: value for name, (value, _) in FIRST_TOKEN.items()}
-    found = {name: float(COEFFICIENTS[name][0] * np.exp(x[i])) for i, name in enumerate(COEFFICIENTS)}
+    logs = {name: np.log(COEFFICIENTS[name][0]) + x[i : i + 1] for i, name in enumerate(COEFFICIENTS)}
+    found = {name: float(value[0]) for name, value in bounded(logs).items()}
     effects = tuple(Effect(*which, float(value)) for which, value in zip(problem.effects, x[shared:], strict=True))
     return Calibration({**found, **first}, effects, {}, _ranges(points))
 

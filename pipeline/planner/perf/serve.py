@@ -57,7 +57,7 @@ def serve(cols: Columns, e: Mapping[str, Array]) -> Served:
     beside = batch * (1 + cols.mtp)
     context = prefill_terms(cols, e, cols.isl, cols.isl / 2, beside)
     work = sum(context.values())
-    fixed = e["prefill_fixed_ms"] * 1e-3 * np.where(cols.piecewise, e["piecewise"], 1.0) * (1 + cols.mtp * e["draft_context"])
+    fixed = e["prefill_fixed_ms"] * 1e-3 * np.where(cols.piecewise, e["piecewise"], 1.0)
     others = np.maximum(batch - 1, 0) / np.maximum(batch, 1)
     together = cols.dp ** e["adp_share"]
     steps = np.maximum(1 - np.exp(-arrivals), arrivals * cols.isl / cols.max_num_tokens)

@@ -12,7 +12,10 @@ import numpy as np
 
 from pipeline.planner.perf.work import Array, Columns, imbalance, touched
 
-__all__ = ["COEFFICIENTS", "SWITCHES", "accepted", "decode_terms", "draft_terms", "prefill_terms"]
+__all__ = [
+    "COEFFICIENTS", "FIRST_TOKEN", "LIMIT", "SHARES", "SWITCHES", "accepted", "bounded", "decode_terms", "draft_terms",
+    "prefill_terms",
+]  # fmt: skip
 
 COEFFICIENTS: dict[str, tuple[float, float]] = {
     "kernel_us": (4.0, 0.4),  # a kernel's latency inside a CUDA graph, dependent launch included
@@ -33,7 +36,7 @@ COEFFICIENTS: dict[str, tuple[float, float]] = {
     "draft_us": (150.0, 0.5),  # one MTP draft beside its layer
     "acceptance": (0.9, 0.1),  # accepted drafts over the published ones at batch 1
     "acceptance_doubling": (1.03, 0.05),  # more of them a doubling of the total length
-    "draft_context": (0.15, 0.5),  # a context step's fixed cost more a draft: they leave the CUDA graph too
+    "plain_prompts": (0.9, 0.1),  # of them where random prompts come without a chat template
     "narrow": (0.05, 0.5),  # bandwidth lost a doubling of the ranks that share an expert
     "fullest": (1.0, 0.3),  # spread of experts over ranks, 1 = independent routing
     "piecewise": (0.6, 0.4),  # of a context step's fixed cost that piecewise CUDA graphs leave
@@ -44,6 +47,11 @@ COEFFICIENTS: dict[str, tuple[float, float]] = {
     "adp_share": (0.85, 0.3),  # exponent: contexts of ranks that run side by side; blog 10 balances 54 to 88 % of 8 ranks
 }
 """Coefficient -> (prior median, standard deviation of its log)."""
+SHARES = {"dense_memory", "expert_memory", "kv_memory", "dense_flops", "expert_flops", "attention_flops", "link"} | {
+    "prefill_flops", "prefill_attention"
+}  # fmt: skip
+"""Coefficients that are shares of a peak, which nothing exceeds."""
+LIMIT = 0.95
 FIRST_TOKEN: dict[str, tuple[float, float]] = {
     "client_ms": (40.0, 0.7),  # tokenizer, HTTP, answer
     "waves_ms": (60.0, 0.7),  # more where all requests start at once and stay in waves, as InferenceX sends them
@@ -61,6 +69,11 @@ OVERLAPPED_US = 1500.0
 """Host work of a step that the overlap scheduler hides. Estimate: blog 3 gains 4 % by it at about 40 ms a step."""
 DEFAULT_DRAFTS = (0.0, 0.92, 1.58, 1.82, 1.99, 2.05)
 """Drafts accepted a step for mtp = 0 .. 5 at batch 1 (TensorRT-LLM blog 1)."""
+
+
+def bounded(logs: Mapping[str, Array]) -> dict[str, Array]:
+    """Coefficients from their logs, shares of a peak kept below `LIMIT` whatever the effects add up to."""
+    return {name: np.exp(np.minimum(value, np.log(LIMIT)) if name in SHARES else value) for name, value in logs.items()}
 
 
 def _longer(first: Array, second: Array) -> Array:
@@ -166,5 +179,7 @@ def accepted(cols: Columns, e: Mapping[str, Array]) -> Array:
     """Tokens a sequence gains in a step, 1 without MTP."""
     table = np.array(DEFAULT_DRAFTS)
     drafts = table[np.minimum(cols.mtp, len(table) - 1).astype(int)] * e["acceptance"]
-    drafts = drafts * e["acceptance_doubling"] ** np.log2(np.clip(cols.isl + cols.osl, 1024, 16384) / 2048)
+    length = np.where(cols.waves, cols.isl + cols.osl, 2 * cols.osl)
+    plain = np.where(cols.waves, 1.0, e["plain_prompts"])
+    drafts = drafts * plain * e["acceptance_doubling"] ** np.log2(np.clip(length, 1024, 16384) / 2048)
     return np.where(np.isnan(cols.acceptance), 1 + np.minimum(drafts, cols.mtp), cols.acceptance)
