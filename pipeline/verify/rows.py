@@ -24,14 +24,15 @@ PIECE_ELEMENTS = 1 << 20
 """Most weights of one range, where 128 rows do not hold more."""
 BLOCK = 128
 ALIGNMENT = 64
+WORDS = "I32"
 _WHOLE = frozenset({"pre_quant_scale"})
 """Runs along K."""
 
 
 def row_pieces(entry: Entry) -> list[slice]:
-    """Ranges of rows that cover a weight; a vector, and what must be unpacked as a whole, are one range."""
+    """Ranges of rows that cover a weight; a vector, and codes in words that must be unpacked as a whole, are one range."""
     rows = entry.shape[0] if entry.shape else 1
-    if len(entry.shape) < 2 or not _stored_as_meant(entry):
+    if len(entry.shape) < 2 or entry.main.dtype == WORDS:
         return [slice(0, rows)]
     fit = max(1, PIECE_ELEMENTS // max(1, prod(entry.shape[1:])) // BLOCK) * BLOCK
     return [slice(start, min(start + fit, rows)) for start in range(0, max(1, rows), fit)]

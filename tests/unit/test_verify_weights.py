@@ -87,6 +87,15 @@ class TestSums:
         monkeypatch.setattr(rows_module, "PIECE_ELEMENTS", 1)
         assert errors_of(source, nvfp4, threads=3) == whole and list(errors_of(source, nvfp4, threads=2)) == list(whole)
 
+    @pytest.mark.parametrize("layout", ["compressed_tensors", "gptq"])
+    def test_pieces_of_other_layouts(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+        form = "int4_awq" if layout == "gptq" else "nvfp4"
+        plain = dict.fromkeys(("attention", "o_proj", "mtp"), "bf16")
+        folder = convert(source, tmp_path, recipe(form, **plain) | {"layout": layout})
+        whole = errors_of(source, folder)
+        monkeypatch.setattr(rows_module, "PIECE_ELEMENTS", 1)
+        assert errors_of(source, folder) == whole and 13 < whole[UP].sqnr_db < 22
+
     def test_one_changed_byte_of_a_kept_tensor_is_seen(
         self, source: Path, nvfp4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
