@@ -29,7 +29,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def wheel(checkout: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir", str(out), str(checkout)]
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "-w", str(out), str(checkout)]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -54,7 +54,7 @@ def test_kernels_that_are_required_and_cannot_be_built_stop_the_build(checkout: 
 
 def test_the_sdist_carries_sources_and_nothing_built(checkout: Path, tmp_path: Path) -> None:
     (checkout / "pipeline" / "native" / "_kernels.cpython-39-other.so").write_bytes(b"stale")
-    command = [sys.executable, "-m", "build", "--sdist", "--outdir", str(tmp_path / "out"), str(checkout)]
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path / "out"), str(checkout)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = (tmp_path / "out").glob("*.tar.gz")
