@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,19 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from plugins.router_gemm import op as gemm  # noqa: E402
 from plugins.timing import copy_bandwidth, graph_seconds, machine  # noqa: E402
-from plugins.topk_router import op  # noqa: E402
+from plugins.topk_router import op as router  # noqa: E402
 from plugins.topk_router.reference import route  # noqa: E402
 
-Peer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Peers = dict[str, Callable[[], Any]]
 ROUTERS = {
     "deepseek_r1": (256, 8, 4, 8, 2.5),
     "kimi_k2": (384, 1, 1, 8, 2.827),
     "glm_4.5": (160, 1, 1, 8, 2.5),
 }
 TOKENS = (1, 8, 64, 256, 1024, 4096, 16384)
+HIDDEN, EXPERTS, GEMM_TOKENS = 7168, 256, (1, 2, 4, 8, 16, 32, 64)
 IN_A_GRAPH = 20
 
 
@@ -50,10 +53,12 @@ def main() -> int:
     bandwidth = copy_bandwidth(1 << 30)
     configs = list(ROUTERS)[:1] if options.quick else list(ROUTERS)
     rows = []
-    for name in configs:
-        for tokens in TOKENS:
-            rows.append(router_row(name, tokens, bandwidth, options.quick, notes))
-            print(line(rows[-1]), flush=True)
+    for row in chain(
+        (router_row(name, tokens, bandwidth, options.quick, notes) for name in configs for tokens in TOKENS),
+        (gemm_row(tokens, bandwidth, notes) for tokens in GEMM_TOKENS),
+    ):
+        rows.append(row)
+        print(line(row), flush=True)
     print("\n".join(sorted(set(notes))))
     if options.json:
         result = {"rows": rows, "copy_gb_per_s": round(bandwidth / 1e9), "notes": sorted(set(notes)), **machine()}
@@ -71,37 +76,73 @@ def load(library: Path) -> str:
 
 
 def router_row(name: str, tokens: int, bandwidth: float, quick: bool, notes: list[str]) -> dict[str, Any]:
-    """One configuration at one batch."""
+    """Routing of one configuration at one batch."""
     experts, *config = ROUTERS[name]
     logits, bias = torch.randn(tokens, experts, device="cuda"), torch.randn(experts, device="cuda") * 0.1
     weights, indices = route(logits, bias, *config)
     out = torch.full_like(weights, torch.nan), torch.full_like(indices, -1, dtype=torch.int32)
     row: dict[str, Any] = {"plugin": "topk_router", "model": name, "tokens": tokens}
-    for mode in ("ours", "overlap"):
-        row[f"{mode}_us"] = micros(lambda o=mode == "overlap": op.launch(logits, bias, *out, *config, overlap=o))
-    wrong = (out[1].sort().values != indices.sort().values).any(dim=1)
+    row |= ours(lambda overlap: router.launch(logits, bias, *out, *config, overlap=overlap))
+    chosen = indices.sort().values
+    wrong = (out[1].sort().values != chosen).any(dim=1)
     row |= {"error": float((out[0] - weights)[~wrong].abs().max() / weights.abs().max()), "tokens_that_differ": int(wrong.sum())}
     row["eager_us"] = micros(lambda: route(logits, bias, *config), calls=2)
     if not quick and name == next(iter(ROUTERS)):
         compiled = torch.compile(route, dynamic=False)
         row["compile_us"] = micros(lambda: compiled(logits, bias, *config), calls=2)
-    peers = {}
-    for peer, call in router_peers(logits, bias, experts, *config).items():
+
+    def same(found: tuple[Tensor, Tensor]) -> bool:
+        return bool((found[1].long().sort().values == chosen).all())
+
+    row |= peers_of(f"topk_router {name} {tokens}", router_peers(logits, bias, *config), same, notes)
+    return row | limit(logits.numel() * 4 + weights.numel() * 8, bandwidth)
+
+
+def gemm_row(tokens: int, bandwidth: float, notes: list[str]) -> dict[str, Any]:
+    """Router logits of R1 at one batch, with weights in L2 and (cold) not."""
+    x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5
+    wanted, logits = x.double() @ weight.double().t(), torch.full((tokens, EXPERTS), torch.nan, device="cuda")
+
+    def error(found: Tensor) -> float:
+        return float((found.double() - wanted).norm() / wanted.norm())
+
+    def call(overlap: bool) -> None:
+        gemm.launch(x, weight, logits, overlap)
+
+    row: dict[str, Any] = {"plugin": "router_gemm", "model": "deepseek_r1", "tokens": tokens} | ours(call)
+    row |= {"cold_us": micros(lambda: call(False), flush=True), "error": error(logits)}
+    row["eager_us"] = micros(lambda: x.float() @ weight.float().t())
+    row |= peers_of(f"router_gemm {tokens}", gemm_peers(x, weight), lambda found: error(found) < 1e-5, notes)
+    return row | limit(x.numel() * 2 + weight.numel() * 2 + wanted.numel() * 4, bandwidth)
+
+
+def ours(call: Callable[[bool], Any]) -> dict[str, float]:
+    """Without and with programmatic dependent launch."""
+    return {"ours_us": micros(lambda: call(False)), "overlap_us": micros(lambda: call(True))}
+
+
+def peers_of(where: str, calls: Peers, right: Callable[[Any], bool], notes: list[str]) -> dict[str, Any]:
+    """Times of the peers that run, and the best; the others leave a note."""
+    times = {}
+    for name, call in calls.items():
         try:
-            found = call()[1].long().sort().values
-            peers[peer] = micros(call)
-            if differ := int((found != indices.sort().values).any(dim=1).sum()):
-                notes.append(f"{peer} at {name}, {tokens} tokens: {differ} tokens with other experts")
+            if not right(call()):
+                notes.append(f"{where}: {name} gives another answer")
+            times[name] = micros(call)
         except (RuntimeError, AttributeError, ImportError, ValueError, TypeError, NotImplementedError) as error:
-            notes.append(f"{peer} at {name}: {str(error).strip().splitlines()[0][:140]}")
-    best = min(peers, key=peers.get, default=None)
-    moved = logits.numel() * 4 + weights.numel() * 8
+            notes.append(f"{where.rsplit(' ', 1)[0]}: {name} did not run: {str(error).strip().splitlines()[0][:140]}")
+    best = min(times, key=times.get, default=None)
+    return {"peers": times, "peer": best, "peer_us": times.get(best)}
+
+
+def limit(moved: int, bandwidth: float) -> dict[str, float]:
+    """An empty kernel, and that plus the bytes that must move (from L2 they may move faster)."""
     floor = micros(lambda: torch.cuda._sleep(0))
-    limit = {"floor_us": floor, "limit_us": round(floor + moved / bandwidth * 1e6, 2)}
-    return {**row, "peers": peers, "peer": best, "peer_us": peers.get(best), **limit}
+    return {"floor_us": floor, "limit_us": round(floor + moved / bandwidth * 1e6, 2)}
 
 
-def router_peers(logits: Tensor, bias: Tensor, experts: int, *config: Any) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
+def router_peers(logits: Tensor, bias: Tensor, *config: Any) -> Peers:
     """Calls of other implementations; each may fail."""
     n_group, topk_group, top_k, scale = config
 
@@ -120,20 +161,36 @@ def router_peers(logits: Tensor, bias: Tensor, experts: int, *config: Any) -> di
     }
 
 
-def micros(call: Callable[[], Any], calls: int = IN_A_GRAPH) -> float:
+def gemm_peers(x: Tensor, weight: Tensor) -> Peers:
+    """cuBLAS, and kernels for up to 16 tokens."""
+    out = torch.empty(len(x), len(weight), device="cuda")
+
+    def trtllm() -> Tensor:
+        import trtllm_kernel  # noqa: F401  registers torch.ops.trtllm
+
+        return torch.ops.trtllm.dsv3_router_gemm_op(x, weight.t(), None, torch.float32)
+
+    def sgl() -> Tensor:
+        torch.ops.sgl_kernel.dsv3_router_gemm(out, x, weight)
+        return out
+
+    cublas: Peers = {"cublas": lambda: torch.mm(x, weight.t(), out_dtype=torch.float32)}
+    return cublas | ({"trtllm": trtllm, "sgl": sgl} if len(x) <= 16 else {})
+
+
+def micros(call: Callable[[], Any], calls: int = IN_A_GRAPH, flush: bool = False) -> float:
     """Microseconds of one call among several in a graph."""
-    return round(graph_seconds([call] * calls) * 1e6, 2)
+    return round(graph_seconds([call] * calls, flush=flush) * 1e6, 2)
 
 
 def line(row: dict[str, Any]) -> str:
     """A row for people."""
-    peers = "  ".join(f"{name} {time:.2f}" for name, time in row["peers"].items())
-    ours = f"ours {row['ours_us']:6.2f}  overlap {row['overlap_us']:6.2f}  eager {row['eager_us']:7.2f}"
-    compiled = f"  compile {row['compile_us']:7.2f}" if "compile_us" in row else ""
-    tail = (
-        f"  limit {row['limit_us']:.2f}, floor {row['floor_us']:.2f}  error {row['error']:.1e}, {row['tokens_that_differ']} differ"
-    )
-    return f"{row['plugin']} {row['model']:12s} {row['tokens']:6d}  {ours}{compiled}  {peers}{tail}"
+    times = {"ours": "ours_us", "overlap": "overlap_us", "cold": "cold_us", "eager": "eager_us", "compile": "compile_us"}
+    shown = [f"{name} {row[key]:.2f}" for name, key in times.items() if key in row]
+    shown += [f"{name} {time:.2f}" for name, time in row["peers"].items()]
+    differ = f", {row['tokens_that_differ']} differ" if "tokens_that_differ" in row else ""
+    tail = f"limit {row['limit_us']:.2f}, floor {row['floor_us']:.2f}, error {row['error']:.1e}{differ}"
+    return f"{row['plugin']} {row['model']:12s} {row['tokens']:6d}  {'  '.join(shown)}  {tail}"
 
 
 if __name__ == "__main__":
