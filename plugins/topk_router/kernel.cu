@@ -106,9 +106,10 @@ __device__ __forceinline__ bool take(u32 (&held)[HELD], int (&slots)[HELD], int*
   for (int rank = 0; rank < TOP_K; ++rank) {
     const bool has = held[0] == __reduce_max_sync(~0u, held[0]);
     const u32 all = __ballot_sync(~0u, has);
+    const bool first = has && (all & ((1u << lane) - 1)) == 0;
     ties |= all & (all - 1);
-    if (has && (!EXACT || (all & ((1u << lane) - 1)) == 0)) {
-      picks[rank] = slots[0];
+    if (first) picks[rank] = slots[0];
+    if (EXACT ? first : has) {
 #pragma unroll
       for (int i = 0; i + 1 < HELD; ++i) held[i] = held[i + 1], slots[i] = slots[i + 1];
       held[HELD - 1] = 0;
