@@ -32,7 +32,7 @@ SHAPES = {
     "o_proj": (1, 7168, 16384),
     "dense gate/up": (1, 18432, 7168),
     "32 experts": (32, 2048, 7168),
-    "64 experts down": (64, 7168, 2048),
+    "32 experts down": (32, 7168, 2048),
 }
 QUICK = ("expert gate/up", "32 experts")
 ROTATED_BYTES = 600 << 20
