@@ -51,9 +51,7 @@ class Graph:
             state = self._state(stage, results)
             if not (state.result or stage.light or checked):
                 checked = self._preflight(order[place:])
-            results[stage.name] = state.result or self._run(state, results, executor, console)
-            if state.result:
-                console.stage_ended(stage.name, "cached", key=state.result.key, digest=state.result.digest())
+            results[stage.name] = _told(state.result, console) if state.result else self._run(state, results, executor, console)
             self.store.point(results[stage.name])
         return results
 
@@ -115,7 +113,7 @@ class Graph:
         assert state.parts
         with self.store.attempt(stage.name, key, resumable=stage.resumable, say=console.line) as attempt:
             if found := self.store.find(stage.name, key):  # another process finished it while we waited for the lock
-                return found
+                return _told(found, console)
             progress = console.stage_started(stage.name, state.reason)
             log = self.store.root / "logs" / f"{stage.name}-{key[:12]}.log"
             try:
@@ -156,6 +154,11 @@ class Graph:
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **asdict(outcome),
         }
+
+
+def _told(found: Result, console: Console) -> Result:
+    console.stage_ended(found.manifest["stage"], "cached", key=found.key, digest=found.digest())
+    return found
 
 
 def upstream(stages: dict[str, Stage], targets: list[str]) -> list[Stage]:

@@ -65,9 +65,11 @@ def _card(path: Path) -> Path:
 
 
 def _owner(path: Path) -> str:
-    try:
-        card = read_json(_card(path))
-        here = "" if card["host"] == socket.gethostname() else f" on {card['host']}"
-        return f"process {card['pid']}{here}, since {card['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has only just begun
-        return "another process"
+    for _ in range(10):  # it may have the lock and not yet have written its card
+        try:
+            card = read_json(_card(path))
+            here = "" if card["host"] == socket.gethostname() else f" on {card['host']}"
+            return f"process {card['pid']}{here}, since {card['since']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            time.sleep(0.05)
+    return "another process"

@@ -201,6 +201,15 @@ def test_who_waits_for_a_lock_says_for_whom(tmp_path: Path) -> None:
     assert said[1:] == ["mine"] and not (tmp_path / "x.holder.json").exists()
 
 
+def test_a_result_that_another_process_made_meanwhile_is_taken_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build(tmp_path)
+    other = graph(tmp_path)
+    state = next(iter(other.states(["first"])))
+    capsys.readouterr()
+    found = other._run(dataclasses.replace(state, result=None), {}, Recorder(), PlainConsole())
+    assert found.key == state.result.key and capsys.readouterr().out.startswith("[first] up to date")
+
+
 def test_what_a_later_stage_lacks_is_said_before_the_first_starts(tmp_path: Path) -> None:
     def lacks(config: Config, checkpoint: Path | None) -> None:
         raise MissingToolError("third needs a GPU")
