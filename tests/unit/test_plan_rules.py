@@ -16,11 +16,13 @@ from pipeline.config.load import load
 from pipeline.config.schema import HwConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.arch import Arch
+from pipeline.planner.case import case_of
+from pipeline.planner.choose import choose
 from pipeline.planner.llm_args_file import read_llm_args
 from pipeline.planner.params import LINEAR_CLASSES
 from pipeline.planner.rules import REFUSE, RULES, WARN, Finding, check, table
 from pipeline.planner.setup import Layout, Setup
-from tests.unit.test_plan import plan, refusal
+from tests.unit.test_plan import config_of, plan, refusal
 
 R1_B200 = ("+hw=b200", "model=deepseek_r1")
 FP8 = dict.fromkeys((*LINEAR_CLASSES, "mtp"), "fp8_block")
@@ -309,25 +311,38 @@ def test_the_nearest_that_works_does():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (("+hw=gb200", "model=deepseek_r1", "parallel.tp=8"), "nodes"),
+        ((*R1_B200, "parallel=adp8_ep8", "workload.concurrency=4"), "idle"),
+        (("+hw=h200", "model=deepseek_r1"), "measured"),
+        ((*R1_B200, "workload=latency"), "mtp_format"),
+        ((*R1_B200, "quant=fp8_block", "workload.concurrency=256"), "deepgemm_mtp"),
+        ((*R1_B200, "engine.trtllm.version=1.0"), "balance"),
+        (("+hw=gb300", "model=deepseek_r1", "engine.trtllm.version=1.3", "workload.concurrency=256"), "mtp_crash"),
+        ((*R1_B200, "engine.trtllm.moe_backend=WIDEEP"), "moe_unknown"),
+        ((*R1_B200, "quant.kv_dtype=bf16"), "kv_bf16"),
+        ((*R1_B200, "workload.concurrency=8000"), "queue"),
+        (("+hw=h100", "model=deepseek_r1", "hw.num_nodes=2"), "nodes"),
+        (R1_B200, None),
+    ],
+)
+def test_what_the_recipes_choose_is_warned_of(overrides, rule):
+    config = config_of(*overrides)
+    findings = check(choose(case_of(config, Arch.from_hf(config.model.hf))).setup)
+    assert not rule or rule in {finding.rule for finding in findings}
+    assert bool(findings) == bool(rule) and all(finding.level == WARN for finding in findings)
+
+
+@pytest.mark.parametrize(
     ("overrides", "word"),
     [
         (("+hw=b200",), "2048 positions"),
-        (("+hw=gb200", "model=deepseek_r1", "parallel.tp=8"), "2 nodes"),
-        ((*R1_B200, "parallel=adp8_ep8", "workload.concurrency=4"), "ranks idle"),
-        ((*R1_B200, "slo.ttft_ms=100", "parallel.pp=2", "parallel.tp=4"), "not predicted"),
-        (("+hw=h200", "model=deepseek_r1"), "SM90"),
-        ((*R1_B200, "workload=latency"), "CUTLASS"),
-        ((*R1_B200, "quant=fp8_block", "workload.concurrency=256"), "DEEPGEMM with MTP"),
-        ((*R1_B200, "engine.trtllm.version=1.0"), "balance"),
-        (("+hw=gb300", "model=deepseek_r1", "engine.trtllm.version=1.3", "workload.concurrency=256"), "1.3.0rc21"),
-        ((*R1_B200, "engine.trtllm.moe_backend=WIDEEP"), "unchecked"),
-        ((*R1_B200, "quant.kv_dtype=bf16"), "70,272"),
-        ((*R1_B200, "workload.concurrency=8000"), "will queue"),
-        (("+hw=h100", "model=deepseek_r1", "hw.num_nodes=2"), "cross the network"),
+        (("+hw=h100", "model=deepseek_r1", "hw.num_nodes=2", "parallel=adp16_ep16"), "cross the network"),
         (("+hw=cpu",), "the engine holds 1,024"),
     ],
 )
-def test_warning(overrides, word):
+def test_a_plan_says_what_it_was_warned_of(overrides, word):
     warnings = plan(*overrides).report["warnings"]
     assert any(word in text for text in warnings), warnings
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.planner.case import Case
 from pipeline.planner.choose import LARGEST_BATCH, MARGIN_TOKENS, ROOM, gpu_counts, moe_backend
@@ -30,6 +31,10 @@ DRAFTS = (0, 1, 3)
 """Draft tokens a step that published runs of R1 have."""
 CHUNKS = (2048, 4096, 8192)
 """Tokens a step with chunked prefill."""
+FRACTIONS = (0.8, 0.85, 0.9)
+"""Shares of the free memory for the cache, the least that holds the requests wins: 0.8 is what the recipes have, 0.9 the
+engine's default."""
+Ints = NDArray[np.int64]
 LARGEST_INSTANCE = 64
 """Ranks of one instance; published instances of R1 have up to 64 (wide EP on GB200)."""
 
@@ -102,10 +107,10 @@ def _setup(case: Case, layout: Layout, mtp: int) -> Setup:
     chunked = case.config.workload.chunked_prefill
     return Setup(
         arch=case.arch, hw=case.hw, formats=case.formats, layout=layout, model=case.config.model.name,
-        version=case.trtllm.version, kv_format=case.kv_format, fraction=case.trtllm.free_gpu_memory_fraction, mtp=mtp,
+        version=case.trtllm.version, kv_format=case.kv_format, fraction=_fractions(case)[-1], mtp=mtp,
         moe_backend=moe_backend(case, layout).value, max_batch_size=1,
         max_num_tokens=min(CHUNKS) if chunked else _round_up(case.longest_prompt + 1 + mtp, 64), chunked_prefill=chunked,
-        max_seq_len=min(case.isl + case.osl + MARGIN_TOKENS, case.arch.max_position_embeddings),
+        max_seq_len=min(case.longest + MARGIN_TOKENS, case.arch.max_position_embeddings),
         balanced=case.balanced, isl=case.isl, osl=case.osl,
     )  # fmt: skip
 
@@ -117,16 +122,29 @@ def _sized(case: Case, recipe: str, base: Setup) -> list[Candidate]:
     batches = (math.ceil(case.concurrency / ranks),) if case.concurrency else BATCHES
     pairs = [(batch, tokens) for batch in batches for tokens in _steps(base, batch, case.longest_prompt)]
     batch, tokens = np.array(pairs).T
-    cached = np.broadcast_to(kv_tokens(base, max_num_tokens=tokens, max_batch_size=batch), batch.shape).astype(np.int64)
-    block = tokens_per_block(base.arch, base.hw.sm or 0)
-    held = cached // (math.ceil((base.isl + base.osl + base.mtp) / block) * block)
-    return [
-        Candidate(
-            recipe, replace(base, max_batch_size=int(b), max_num_tokens=int(t), concurrency=_share(case, replicas, ranks, int(b))),
-            replicas, case.concurrency or int(b) * ranks, int(kv), int(n),
-        )
-        for b, t, kv, n in zip(batch, tokens, cached, held, strict=True) if n >= b
-    ]  # fmt: skip
+    found: dict[int, Candidate] = {}
+    for fraction in _fractions(case):
+        setup = replace(base, fraction=fraction)
+        cached, held = _room(setup, batch, tokens)
+        for index in np.flatnonzero(held >= batch):
+            if index not in found:
+                b, limits = int(batch[index]), {"max_batch_size": int(batch[index]), "max_num_tokens": int(tokens[index])}
+                sized = replace(setup, concurrency=_share(case, replicas, ranks, b), **limits)
+                load = case.concurrency or b * ranks
+                found[int(index)] = Candidate(recipe, sized, replicas, load, int(cached[index]), int(held[index]))
+    return [found[index] for index in sorted(found)]
+
+
+def _fractions(case: Case) -> Sequence[float]:
+    asked = case.trtllm.free_gpu_memory_fraction
+    return FRACTIONS if asked is None else (asked,)
+
+
+def _room(setup: Setup, batch: Ints, tokens: Ints) -> tuple[Ints, Ints]:
+    """Tokens, and whole requests, that one rank's cache holds at each of the limits."""
+    cached = np.broadcast_to(kv_tokens(setup, max_num_tokens=tokens, max_batch_size=batch), batch.shape).astype(np.int64)
+    block = tokens_per_block(setup.arch, setup.hw.sm or 0)
+    return cached, cached // (math.ceil((setup.isl + setup.osl + setup.mtp) / block) * block)
 
 
 def _share(case: Case, replicas: int, ranks: int, batch: int) -> int:
