@@ -256,8 +256,9 @@ class TrtllmEngineConfig:
     moe_backend: str = "auto"
     mtp: int | None = limited(None, least=0, most=8, hint="0 is off, 1 to 3 are usual")
     """Draft tokens a step by the model's own MTP layer; null: let `plan` choose."""
-    free_gpu_memory_fraction: float = limited(0.8, above=0, below=1, hint="0.8 is usual")
-    """Share of the memory that is free after loading which the KV cache takes."""
+    free_gpu_memory_fraction: float | None = limited(None, above=0, below=1, hint="0.8 is usual")
+    """Share of the memory that is free after loading which the KV cache takes; null: the least of 0.8, 0.85 and 0.9 that holds
+    the requests."""
 
 
 @dataclass(slots=True, kw_only=True)

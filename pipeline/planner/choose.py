@@ -29,6 +29,8 @@ ROOM = 64
 """Whole sequences a cache must hold for a layout to count as having room, when no concurrency is asked for."""
 CHUNK = 8192
 """Tokens of one step of a chunked prefill: more does not fill the tensor cores better, less reads the weights too often."""
+USUAL_FRACTION = 0.8
+"""Share of the free memory for the cache in the recipes."""
 LARGEST_BATCH = 1024
 """Largest max_batch_size of a rank in the recipes."""
 MARGIN_TOKENS = 256
@@ -208,7 +210,7 @@ def _setup(case: Case, layout: Layout, **limits: Any) -> Setup:
         model=case.config.model.name,
         version=case.trtllm.version,
         kv_format=case.kv_format,
-        fraction=case.trtllm.free_gpu_memory_fraction,
+        fraction=case.trtllm.free_gpu_memory_fraction or USUAL_FRACTION,
         max_seq_len=min(case.longest + MARGIN_TOKENS, case.arch.max_position_embeddings),
         chunked_prefill=case.config.workload.chunked_prefill,
         balanced=case.balanced,

@@ -34,6 +34,7 @@ REASONS = {
     "tensor_parallel_size": "layout", "moe_expert_parallel_size": "ep", "enable_attention_dp": "attention_dp",
     "pipeline_parallel_size": "layout", "attention_dp_config": "attention_dp", "max_batch_size": "max_batch_size",
     "max_num_tokens": "max_num_tokens", "moe_config.backend": "moe_backend", "speculative_config": "mtp",
+    "kv_cache_config.free_gpu_memory_fraction": "free_gpu_memory_fraction",
     "cuda_graph_config": "cuda_graph_max_batch_size", "stream_interval": "stream_interval",
 }  # fmt: skip
 """Argument, or the first part of its name -> the decision that set ours."""
@@ -44,7 +45,6 @@ NOTES = {
     "print_iter_log": "a log, no speed",
     "max_seq_len": "prompt + output of the workload, and 256 for the chat template and drafts",
     "kv_cache_config.dtype": "quant.kv_dtype",
-    "kv_cache_config.free_gpu_memory_fraction": "engine.trtllm.free_gpu_memory_fraction",
     "kv_cache_config.enable_block_reuse": "the engine's default is left: reuse on",
 }
 

@@ -18,7 +18,8 @@ h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin-top
 table { border-collapse: collapse; width: 100%; font-size: .87em; } th { text-align: left; background: #f3f3f3; }
 th, td { padding: .3em .6em; border-bottom: 1px solid #e3e3e3; vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-svg { max-width: 100%; height: auto; } .wide { overflow-x: auto; } .big { display: flex; flex-wrap: wrap; gap: 1em 2.2em; margin: 1em 0; }
+svg { max-width: 100%; height: auto; } .wide { overflow-x: auto; }
+.big { display: flex; flex-wrap: wrap; gap: 1em 2.2em; margin: 1em 0; }
 .big b { display: block; font-size: 1.5em; } .refuse { color: #a40000; } .warn { color: #9a5b00; } small { color: #555; }
 """.strip()
 FIGURE = re.compile(r"[+-]?[\d.,]+(%| times| to [\d.,]+)?")
@@ -116,7 +117,8 @@ def _table(heads: Sequence[str], rows: Rows) -> Iterator[str]:
     body = [[str(cell) for cell in row] for row in rows]
     right = [bool(body) and all(_figure(row[i]) for row in body) for i in range(len(heads))]
     kind = ['class="n"' if number else "" for number in right]
-    yield '<div class="wide"><table><tr>' + "".join(f"<th {k}>{escape(head)}</th>" for head, k in zip(heads, kind, strict=True)) + "</tr>"
+    yield '<div class="wide"><table>'
+    yield "<tr>" + "".join(f"<th {k}>{escape(head)}</th>" for head, k in zip(heads, kind, strict=True)) + "</tr>"
     for row in body:
         yield "<tr>" + "".join(f"<td {k}>{escape(cell)}</td>" for cell, k in zip(row, kind, strict=True)) + "</tr>"
     yield "</table></div>"

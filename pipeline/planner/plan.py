@@ -161,7 +161,7 @@ def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
         "max_seq_len": choice.setup.max_seq_len,
         "kv_cache_dtype": case.kv_format,
         "tokens_per_block": tokens_per_block(case.arch, case.hw.sm or 0),
-        "free_gpu_memory_fraction": case.trtllm.free_gpu_memory_fraction,
+        "free_gpu_memory_fraction": choice.setup.fraction,
         "cuda_graph_max_batch_size": choice.value("cuda_graph_max_batch_size"),
         "stream_interval": choice.value("stream_interval"),
         "chunked_prefill": choice.setup.chunked_prefill,
