@@ -32,9 +32,8 @@ class Removal:
 
 def collect(store: Store, keep: int) -> list[Removal]:
     """Everything that can go, the results of each stage first, when the newest `keep` of each stage stay."""
-    results = list(_results(store, keep))
-    gone = {removal.path for removal in results}
-    return [*results, *_attempts(store, keep), *_logs(store, gone)]
+    removals = [*_results(store, keep), *_attempts(store, keep)]
+    return [*removals, *_logs(store, {removal.path for removal in removals})]
 
 
 def require_quiet(store: Store) -> None:

@@ -113,6 +113,7 @@ class Graph:
         assert state.parts
         with self.store.attempt(stage.name, key, resumable=stage.resumable, say=console.line) as attempt:
             if found := self.store.find(stage.name, key):  # another process finished it while we waited for the lock
+                attempt.discard()
                 return _told(found, console)
             progress = console.stage_started(stage.name, state.reason)
             log = self.store.root / "logs" / f"{stage.name}-{key[:12]}.log"

@@ -77,6 +77,10 @@ class Attempt:
         """What a resumable stage keeps between attempts (`StageContext.state`)."""
         return self.folder / "state"
 
+    def discard(self) -> None:
+        """Nothing will come of it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def outputs(self) -> dict[str, Facts]:
         """{relative path: digest and size}; files that the stage hashed while it wrote them are not read again."""
         return describe_tree(self.out, load_digests(self.state / "digests.json"))
@@ -151,7 +155,7 @@ class Store:
         except OSError:
             if not (found := self.find(attempt.stage, attempt.key)):
                 raise
-            shutil.rmtree(attempt.folder, ignore_errors=True)
+            attempt.discard()
             return found
         fsync_path(target.parent)
         shutil.rmtree(target / attempt.state.name, ignore_errors=True)  # last: till here a killed run could go on from it

@@ -208,6 +208,7 @@ def test_a_result_that_another_process_made_meanwhile_is_taken_and_told(tmp_path
     capsys.readouterr()
     found = other._run(dataclasses.replace(state, result=None), {}, Recorder(), PlainConsole())
     assert found.key == state.result.key and capsys.readouterr().out.startswith("[first] up to date")
+    assert not list((tmp_path / "store/work/first").iterdir())
 
 
 def test_what_a_later_stage_lacks_is_said_before_the_first_starts(tmp_path: Path) -> None:
@@ -279,9 +280,10 @@ def test_gc_keeps_what_is_used_and_the_newest(tmp_path: Path) -> None:
     stopped = store.root / "work/second" / f"{'0' * 64}.12345678"
     stopped.mkdir(parents=True)
     (store.root / "logs").mkdir()
-    (store.root / "logs" / "first-000000000000.log").write_text("")
+    for log in ("first-000000000000", "second-000000000000"):  # of nothing, and of the attempt that goes
+        (store.root / "logs" / f"{log}.log").write_text("")
     removals = collect(store, keep=1)
-    assert sorted(removal.path.parent.name for removal in removals) == ["first", "logs", "second", "second", "third"]
+    assert sorted(removal.path.parent.name for removal in removals) == ["first", "logs", "logs", "second", "second", "third"]
     assert all(removal.path.exists() for removal in removals), "listing removes nothing"
     for removal in removals:
         remove(store, removal)
