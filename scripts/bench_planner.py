@@ -59,17 +59,17 @@ def score(points: Sequence[Point], theirs: Mapping[tuple[str, int], float]) -> d
     predicted = predict_many([point.case for point in scored if point.case])
     seconds = time.process_time() - began
     known = shipped().fingerprints
-    seen = [digest(point.row) in known for point in scored]
+    seen = np.array([digest(point.row) in known for point in scored], dtype=bool)
     measured = np.array([point.tpot_ms for point in scored], dtype=float)
     error = np.abs(predicted.tpot_ms / measured - 1)
     inside = (predicted.low_ms <= measured) & (measured <= predicted.high_ms)
-    other = np.array([theirs.get(point.asked, np.nan) for point in scored])
+    other = np.array([theirs.get(point.asked, np.nan) for point in scored], dtype=float)
     columns = {"error": error, "inside": inside, "aic": np.abs(other / measured - 1), "ttft": ttft_error(scored, predicted)}
     groups = [f"{point.row['hw']} {point.case.precision}" for point in scored if point.case]
     return {
         **summary(columns),
         "in_calibration": int(sum(seen)),
-        "not_in_calibration": summary({name: value[~np.array(seen)] for name, value in columns.items()}),
+        "not_in_calibration": summary({name: value[~seen] for name, value in columns.items()}),
         "per_hardware_precision": {
             name: summary({key: value[[group == name for group in groups]] for key, value in columns.items()})
             for name in sorted(set(groups))
@@ -78,7 +78,7 @@ def score(points: Sequence[Point], theirs: Mapping[tuple[str, int], float]) -> d
         "derived_not_scored": sum(point.derived for point in points),
         "versions": {"aiconfigurator": AICONFIGURATOR, "python": platform.python_version(), "numpy": np.__version__},
         "cpu_seconds": round(seconds, 4),
-        "rows": [row_of(point, predicted, i, other[i], seen[i]) for i, point in enumerate(scored)],
+        "rows": [row_of(point, predicted, i, other[i], bool(seen[i])) for i, point in enumerate(scored)],
     }
 
 
@@ -158,6 +158,8 @@ def table(result: Mapping[str, Any]) -> list[str]:
 
 def line(name: str, group: Mapping[str, Any]) -> str:
     """One group."""
+    if not group["points_scored"]:
+        return f"{name:<32}{0:>7}"
     text = f"{name:<32}{group['points_scored']:>7}{percent(group['median_abs_error']):>9}{percent(group['p90_abs_error']):>8}"
     text += f"{percent(group['interval_coverage']):>9}"
     both = group.get("where_aiconfigurator_answered")

@@ -113,9 +113,15 @@ class PerfCase:
 
     @property
     def alltoall(self) -> bool:
-        """Whether tokens travel only to their experts' ranks: one-sided NVLink on Blackwell since 1.2; else all are gathered."""
+        """Whether tokens travel only to their experts' ranks: between nodes, and over NVLink on Blackwell since 1.2. Else
+        every rank gathers them all."""
         old = self.engine.startswith(("1.0", "1.1", "2025", "0."))
-        return self.machine.sm >= 100 and not old
+        return self.leaves_domain or (self.machine.sm >= 100 and not old)
+
+    @property
+    def leaves_domain(self) -> bool:
+        """Whether its ranks reach each other over the network."""
+        return self.tp > self.machine.nvlink_domain
 
     @property
     def precision(self) -> str:

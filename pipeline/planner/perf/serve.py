@@ -60,7 +60,7 @@ def serve(cols: Columns, e: Mapping[str, Array]) -> Served:
     fixed = e["prefill_fixed_ms"] * 1e-3 * np.where(cols.piecewise, e["piecewise"], 1.0)
     others = np.maximum(batch - 1, 0) / np.maximum(batch, 1)
     together = cols.dp ** e["adp_share"]
-    steps = np.maximum(1 - np.exp(-arrivals), arrivals * cols.isl / cols.max_num_tokens)
+    steps = np.maximum(1 - np.exp(-arrivals), arrivals * cols.isl / (cols.max_num_tokens * together))
     interference = others * (steps * fixed + arrivals * work / together)
     tpot = (step + interference) / gain
     ttft = _first_token(cols, e, step, fixed + work, batch)

@@ -28,6 +28,7 @@ COEFFICIENTS: dict[str, tuple[float, float]] = {
     "expert_flops": (0.45, 0.3),
     "attention_flops": (0.4, 0.3),
     "link": (0.6, 0.3),  # share of peak link bandwidth
+    "network": (0.7, 0.05),  # of a network card's, between NVLink domains; no point measures it
     "passes": (40.0, 0.4),  # reads and writes of a hidden vector a token and layer beside the products
     "host_us": (300.0, 0.7),  # a step's scheduling that overlap does not hide
     "sequence_us": (8.0, 0.7),  # a sequence's: sampling, cache blocks, answers
@@ -47,7 +48,7 @@ COEFFICIENTS: dict[str, tuple[float, float]] = {
     "adp_share": (0.85, 0.3),  # exponent: contexts of ranks that run side by side; blog 10 balances 54 to 88 % of 8 ranks
 }
 """Coefficient -> (prior median, standard deviation of its log)."""
-SHARES = {"dense_memory", "expert_memory", "kv_memory", "dense_flops", "expert_flops", "attention_flops", "link"} | {
+SHARES = {"dense_memory", "expert_memory", "kv_memory", "dense_flops", "expert_flops", "attention_flops", "link", "network"} | {
     "prefill_flops", "prefill_attention"
 }  # fmt: skip
 """Coefficients that are shares of a peak, which nothing exceeds."""
@@ -105,10 +106,12 @@ def comm_s(cols: Columns, e: Mapping[str, Array], tokens: Array) -> tuple[Array,
     reduces = 2 * shard.layers
     reduce_bytes = reduces * tokens * shard.hidden * 2 * 2 * (tp - 1) / tp
     chosen = (tp - 1) * (1 - (1 - 1 / cols.ep) ** shard.top_k)  # ranks other than its own that a token goes to
+    chosen = np.where(cols.remote, np.minimum(shard.groups, chosen) * cols.remote, chosen)  # once a node, then over NVLink
     distinct = np.where(cols.alltoall, chosen, tp - 1)
     moe_bytes = shard.moe_layers * tokens * shard.hidden * distinct * (cols.payload + 2)
     latency = np.where(cols.adp, 2 * shard.moe_layers * e["alltoall_us"], reduces * e["allreduce_us"]) * 1e-6 * reach / 2
-    return many * latency, many * np.where(cols.adp, moe_bytes, reduce_bytes) / (cols.nvlink * e["link"])
+    speed = cols.nvlink * np.where(cols.remote, e["network"], e["link"])
+    return many * latency, many * np.where(cols.adp, moe_bytes, reduce_bytes) / speed
 
 
 def decode_terms(cols: Columns, e: Mapping[str, Array], batch: Array, context: Array) -> dict[str, Array]:

@@ -63,6 +63,8 @@ class Shard(NamedTuple):
     latent: float
     """Elements of the latent a token and layer."""
     kernels: float
+    groups: float
+    """Groups of experts that a token may route to."""
 
 
 def _peak(machine: Machine, fmt: str) -> float:
@@ -110,6 +112,7 @@ def shard_of(machine: Machine, arch: Arch, table: Mapping[str, str], tp: int, ep
         hidden=arch.hidden_size,
         latent=arch.latent_dim,
         kernels=_kernels(arch, table),
+        groups=arch.topk_group,
     )
 
 
@@ -165,6 +168,8 @@ class Columns(NamedTuple):
     piecewise: Array
     alltoall: Array
     """1 where a token goes only to the ranks of its experts, 0 where it is gathered everywhere."""
+    remote: Array
+    """Share of a rank's peers that are in other NVLink domains; 0 where all are in its own."""
     waves: Array
     """1 where all requests start at once (`PerfCase.runner`)."""
     off: dict[str, Array]
@@ -173,16 +178,15 @@ class Columns(NamedTuple):
 
 def _row(case: PerfCase, shard: Shard, off: Sequence[str]) -> tuple[float, ...]:
     machine, arch = case.machine, case.arch
-    inside = case.tp <= machine.nvlink_domain
     kv_flops = machine.flops["bf16" if case.kv_format == "bf16" else "fp8"]
     dp = case.tp if case.attention_dp else 1
     payload = 2.0 if "fp4_allgather" in case.without else {"fp4": 0.5625, "fp8": 1.03}.get(case.precision, 2.0)
     return (
-        machine.bandwidth, kv_flops, machine.flops["bf16"], machine.nvlink if inside else machine.scale_out,
+        machine.bandwidth, kv_flops, machine.flops["bf16"], machine.scale_out if case.leaves_domain else machine.nvlink,
         case.tp, case.ep, dp, float(case.attention_dp), arch.latent_dim * KV_BYTES[case.kv_format], payload,
         case.concurrency, case.isl, case.osl, case.mtp, case.acceptance or np.nan, _slots(case, dp, shard),
         case.max_num_tokens, case.piecewise_graphs, case.alltoall,
-        case.runner == "inferencex", *(float(name in case.without) for name in off),
+        max(0.0, 1 - machine.nvlink_domain / case.tp), case.runner == "inferencex", *(float(name in case.without) for name in off),
     )  # fmt: skip
 
 
@@ -200,9 +204,10 @@ def columns(cases: Sequence[PerfCase], off: Sequence[str]) -> Columns:
     """Cases as arrays; `off` names the optimisations that may be switched off."""
     seen: dict[tuple[object, ...], Shard] = {}
     shards = [_shard(case, seen) for case in cases]
-    table = np.array([_row(case, shard, off) for case, shard in zip(cases, shards, strict=True)], dtype=np.float64).T
     count = len(Columns._fields) - 2
-    shard = Shard(*np.array(shards, dtype=np.float64).T)
+    rows = np.array([_row(case, shard, off) for case, shard in zip(cases, shards, strict=True)], dtype=np.float64)
+    table = rows.reshape(len(cases), count + len(off)).T
+    shard = Shard(*np.array(shards, dtype=np.float64).reshape(len(cases), len(Shard._fields)).T)
     return Columns(shard, *table[:count], dict(zip(off, table[count:], strict=True)))
 
 
