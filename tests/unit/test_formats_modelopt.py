@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     given |= {f"scale/{name}/{kind}": quantized(name, weight(kind))["weight_scale"] for name in GIVEN for kind in KINDS}
     np.savez(work / "in.npz", **given)
     command = [sys.executable, "-m", "tests._utils.modelopt_worker", str(work / "in.npz"), str(work / "out.npz")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
     with np.load(work / "out.npz") as found:
         return dict(found)
