@@ -24,7 +24,7 @@ MAX_TOKENS = 64
 SPLIT = 8
 """CTAs of a cluster, which share the sum over H."""
 CHUNK = 32
-FEW_TOKENS, FEW_THREADS = 4, 128
+FEW_TOKENS, FEW_THREADS = 2, 128
 """Up to these tokens a CTA an expert, without tensor cores, is faster."""
 
 

@@ -97,33 +97,18 @@ __device__ __forceinline__ void sort(u32 (&keys)[COUNT], int (&slots)[COUNT]) {
   }
 }
 
-// Takes the TOP_K best of all lanes' sorted candidates into `picks`. The quick form lets every lane that holds the maximum go
-// on at once, which is right unless two lanes hold it; it returns whether that happened. The exact form lets the lowest go.
-template <bool EXACT>
-__device__ __forceinline__ bool take(u32 (&held)[HELD], int (&slots)[HELD], int* picks, int lane) {
-  u32 ties = 0;
+// Takes the TOP_K best of all lanes' sorted candidates into `picks`; of lanes that hold the same key, the lowest.
+__device__ __forceinline__ void take(u32 (&held)[HELD], int (&slots)[HELD], int* picks, int lane) {
 #pragma unroll
   for (int rank = 0; rank < TOP_K; ++rank) {
-    const bool has = held[0] == __reduce_max_sync(~0u, held[0]);
-    const u32 all = __ballot_sync(~0u, has);
-    const bool first = has && (all & ((1u << lane) - 1)) == 0;
-    ties |= all & (all - 1);
-    if (first) picks[rank] = slots[0];
-    if (EXACT ? first : has) {
+    const bool best = held[0] == __reduce_max_sync(~0u, held[0]);
+    const u32 tied = __ballot_sync(~0u, best);
+    const bool mine = best && (tied & ((1u << lane) - 1)) == 0;
+    if (mine) picks[rank] = slots[0];
 #pragma unroll
-      for (int i = 0; i + 1 < HELD; ++i) held[i] = held[i + 1], slots[i] = slots[i + 1];
-      held[HELD - 1] = 0;
-    }
+    for (int i = 0; i + 1 < HELD; ++i) held[i] = mine ? held[i + 1] : held[i], slots[i] = mine ? slots[i + 1] : slots[i];
+    held[HELD - 1] = mine ? 0 : held[HELD - 1];
   }
-  return ties != 0;
-}
-
-// Sorted candidates of this lane, from those in order.
-__device__ __forceinline__ void arrange(u32 (&held)[HELD], int (&slots)[HELD], const u32* candidates, int lane) {
-  copy<HELD>(held, candidates);
-#pragma unroll
-  for (int i = 0; i < HELD; ++i) slots[i] = lane * HELD + i;
-  sort(held, slots);
 }
 
 // logits [tokens, EXPERTS], bias [EXPERTS] -> weights and indices [tokens, TOP_K]
@@ -145,7 +130,7 @@ topk_router(const float* __restrict__ logits, const float* __restrict__ bias, fl
   alignas(16) u32 keys[OWN];
 #pragma unroll
   for (int i = 0; i < OWN; ++i) keys[i] = key_of(sigmoid(values[i]) + biases[i]);
-  const u32* candidates = keys;
+  alignas(16) u32 held[HELD];
   if constexpr (LIMITED) {
     const bool kept = group_kept(keys, lane);
     const int place = __popc(__ballot_sync(~0u, kept) & ((1u << lane / LANES * LANES) - 1)) / LANES;
@@ -154,16 +139,15 @@ topk_router(const float* __restrict__ logits, const float* __restrict__ bias, fl
       if (lane % LANES == 0) kept_groups[warp][place] = lane / LANES;
     }
     __syncwarp();
-    candidates = dealt_keys[warp] + lane * HELD;
+    copy<HELD>(held, dealt_keys[warp] + lane * HELD);
+  } else {
+    copy<HELD>(held, keys);
   }
-  alignas(16) u32 held[HELD];
   int slots[HELD];
-  arrange(held, slots, candidates, lane);
-  if (take<false>(held, slots, picks[warp], lane)) {
-    __syncwarp();
-    arrange(held, slots, candidates, lane);
-    take<true>(held, slots, picks[warp], lane);
-  }
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) slots[i] = lane * HELD + i;
+  sort(held, slots);
+  take(held, slots, picks[warp], lane);
   __syncwarp();
   int expert = 0;
   float weight = 0.f;

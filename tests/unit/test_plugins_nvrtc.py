@@ -20,7 +20,7 @@ BUILDS = {
     "nvfp4_convert": [{"EXACT": 0}, {"EXACT": 1}],
     "topk_router": [{"EXPERTS": 256, "GROUPS": 8, "KEPT": 4, "TOP_K": 8, "NORMALIZE": 1}],
     "router_gemm": [
-        {"HIDDEN": 7168, "EXPERTS": 256, "TOKENS": 4},
+        {"HIDDEN": 7168, "EXPERTS": 256, "TOKENS": 2},
         {"HIDDEN": 7168, "EXPERTS": 256, "TOKEN_TILES": 8, "SPLIT": 8, "WARPS": 4, "EXPERT_TILES": 1},
     ],
 }
