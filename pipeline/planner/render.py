@@ -110,7 +110,9 @@ def _reuse(reuse: dict[str, Any] | None) -> list[str]:
     if not reuse:
         return []
     found = f"{reuse['this_cache']:.1%} of the prompt tokens are in the cache ({reuse['endless_cache']:.1%} in an endless one)"
-    return ["", f"reuse: {found}: {reuse['computed_tokens']:,} of {reuse['prompt_tokens']:,} tokens of a prompt are computed"]
+    saved = f"{reuse['computed_tokens']:,} of {reuse['prompt_tokens']:,} tokens of a prompt are computed"
+    times = reuse["prefill_ms"]
+    return ["", f"reuse: {found}: {saved}, in at least {times['with']:,.1f} ms where all take {times['without']:,.1f}"]
 
 
 def _topology(found: dict[str, Any] | None) -> list[str]:

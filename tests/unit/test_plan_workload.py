@@ -120,6 +120,9 @@ def test_the_plan_holds_the_longest_request_and_says_what_reuse_saves():
     found = plan(*R1_B200, "workload=multi_turn_chat")
     reuse = found.report["reuse"]
     assert found.deploy["max_num_tokens"] > CHAT.isl and found.deploy["max_seq_len"] >= reuse["conversation_tokens"]
+    assert 0 < reuse["prefill_ms"]["with"] < reuse["prefill_ms"]["without"] / 2
+    per_token = reuse["conversation_bytes"] // reuse["conversation_tokens"]
+    assert reuse["shared_prefix_bytes"] == (found.deploy["max_batch_size"] - 1) * 1024 * per_token
     assert reuse["computed_tokens"] < CHAT.isl / 5 and reuse["this_cache"] <= reuse["endless_cache"]
     assert any("route by conversation" in text for text in found.report["warnings"])
     assert plan(*R1_B200).report["reuse"] is None
