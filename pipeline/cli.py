@@ -253,7 +253,9 @@ def _parse(words: list[str]) -> Options:
         if option in FLAGS:
             found[FLAGS[option]] = True
         elif option in VALUES:
-            found[option.lstrip("-").replace("-", "_")] = VALUES[option](value if given else next(rest, ""))
+            if not (value := value if given else next(rest, "")):
+                raise ConfigError(f"{option} needs a value: write {option} VALUE.")
+            found[option.lstrip("-").replace("-", "_")] = VALUES[option](value)
         elif word.startswith("-"):
             known = [*FLAGS, "--config-dir DIR", "--keep N", "--compare FILE"]
             raise ConfigError(f"There is no option {option}: known are {', '.join(known)} and --help; settings are KEY=VALUE.")

@@ -103,7 +103,7 @@ class HwConfig:
 class ModelConfig:
     """Which architecture; the checkpoint's own config.json wins where there is a checkpoint."""
 
-    name: str = MISSING
+    name: str = limited(MISSING, plain=True)
     title: str = ""
     checkpoint: str | None = None
     """Folder of a checkpoint; `embedded:NAME` is one that ships with the pipeline."""
@@ -279,7 +279,7 @@ class ServeConfig:
     """How tritonserver is started and probed."""
 
     name: str = MISSING
-    model_name: str | None = None
+    model_name: str | None = limited(None, plain=True)
     """Name of the model in Triton; null: the name of the model config."""
     host: str = limited("127.0.0.1", empty=False, hint="127.0.0.1 is this machine alone, 0.0.0.0 every network of it")
     http_port: int = limited(8000, least=0, most=65535)

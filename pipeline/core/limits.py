@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -35,6 +36,8 @@ class Limit:
     """The keys that a table may have."""
     empty: bool = True
     """Whether text may be empty."""
+    plain: bool = False
+    """Whether text is a plain name, which can be that of a folder."""
     hint: str = ""
     """The way out, where the limit alone does not say it."""
 
@@ -42,7 +45,7 @@ class Limit:
 def limited(
     default: Any = dataclasses.MISSING, *, default_factory: Callable[[], Any] | Any = dataclasses.MISSING, **limits: Any
 ) -> Any:
-    """A dataclass field with limits: least, above, most, below, one_of, keys, empty, hint."""
+    """A dataclass field with limits: least, above, most, below, one_of, keys, empty, plain, hint."""
     metadata = {_LIMIT: Limit(**limits)}
     if default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
@@ -102,6 +105,8 @@ def _table(name: str, table: dict[str, Any], hint: Any, limit: Limit) -> Iterato
 def _words(name: str, value: str, limit: Limit) -> Iterator[str]:
     if limit.one_of and value not in limit.one_of:
         yield f"{name}={value} is not supported: choose one of {', '.join(limit.one_of)}."
+    elif limit.plain and not re.fullmatch(r"\w[\w.-]*", value, re.ASCII):
+        yield f"{name}={value} is no plain name: use letters, digits and '_', and after the first also '-' and '.'."
     elif not value.strip() and not limit.empty:
         yield f"{name} is empty: {limit.hint or 'give it a value'}."
 

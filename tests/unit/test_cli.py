@@ -22,6 +22,8 @@ from tests.conftest import Workspace
         (["stage", "nofile"], "`stage` runs one stage for an executor"),
         (["doctor", "foo=bar"], "doctor takes no settings, but got foo=bar"),
         (["plan", "--nope"], "There is no option --nope: known are --json"),
+        (["plan", "--config-dir"], "--config-dir needs a value"),
+        (["plan", "+hw=cpu", "--config-dir", "nowhere"], "--config-dir nowhere is not a folder"),
         (["gc", "--keep", "x"], "--keep x is not a number"),
         (["gc", "quant=nvfp4"], "gc does not know quant=nvfp4"),
         (["plan", "--dry-run"], "plan has no --dry-run: only convert and gc have"),
