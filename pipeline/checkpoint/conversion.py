@@ -120,7 +120,8 @@ def plan_conversion(source: Checkpoint, recipe: Recipe) -> ConversionPlan:
         try:
             step = _step(recipe, entry, limits.get(entry.name), entry.name in split)
         except ConfigError as error:
-            problems.append(Problem(f"{recipe.format_of(entry.place).name} cannot hold it", entry.name, str(error)))
+            if str(error) not in (problem.text for problem in problems[-1:]):  # a format without a form is told once
+                problems.append(Problem(f"{recipe.format_of(entry.place).name} cannot hold it", entry.name, str(error)))
             continue
         by_file[entry.main.file].append(step)
     groups = [tuple(steps) for steps in by_file.values() if steps]

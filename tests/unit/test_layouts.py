@@ -16,6 +16,7 @@ from pipeline.checkpoint import Checkpoint
 from pipeline.checkpoint.dry_run import dry_run
 from pipeline.checkpoint.reader import DTYPES
 from pipeline.checkpoint.recipe import Recipe
+from pipeline.config.load import load
 from pipeline.config.schema import LAYOUTS as NAMES
 from pipeline.core.errors import ConfigError
 from pipeline.formats import FORMATS, get_format
@@ -23,6 +24,7 @@ from pipeline.formats.int4_awq import INT4_AWQ, Int4Awq
 from pipeline.formats.numerics import BF16
 from pipeline.inspect import inspect
 from pipeline.layouts import LAYOUTS, Form, get_layout, stored_as
+from pipeline.planner.plan import make_plan
 from scripts.make_foreign_checkpoints import CONFIG, write_source
 from tests._utils.run_stage import convert, recipe
 
@@ -232,7 +234,13 @@ class TestCheckpoints:
         plan = dry_run(out, Recipe.from_table(recipe("nvfp4", mtp="bf16") | {"layout": "compressed_tensors"}), tmp_path)
         assert "re-lay as compressed_tensors" in "\n".join(plan.lines()) and not plan.problems
         plan = dry_run(out, Recipe.from_table(recipe("nvfp4", mtp="bf16") | {"layout": "gptq"}), tmp_path)
-        assert "gptq has no form for nvfp4" in "\n".join(plan.lines())
+        assert "\n".join(plan.lines()).count("gptq has no form for nvfp4") == 1
+
+    def test_engines_that_do_not_load_a_layout_refuse_it_with_a_way_out(self) -> None:
+        words = ["+hw=b200", "model=deepseek_r1", "quant.layout=compressed_tensors"]
+        config = load(words)
+        with pytest.raises(ConfigError, match=r"not quant\.layout=compressed_tensors: set quant\.layout=modelopt, or convert"):
+            make_plan(config, dict(config.model.hf))
 
     @pytest.mark.parametrize(
         ("layout", "name", "formats"),

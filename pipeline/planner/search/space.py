@@ -106,8 +106,8 @@ def _setup(case: Case, layout: Layout, mtp: int) -> Setup:
     """One request a rank."""
     chunked = case.config.workload.chunked_prefill
     return Setup(
-        arch=case.arch, hw=case.hw, formats=case.formats, layout=layout, model=case.config.model.name,
-        version=case.trtllm.version, kv_format=case.kv_format, fraction=_fractions(case)[-1], mtp=mtp,
+        arch=case.arch, hw=case.hw, formats=case.formats, stored_as=case.config.quant.layout, layout=layout,
+        model=case.config.model.name, version=case.trtllm.version, kv_format=case.kv_format, fraction=_fractions(case)[-1], mtp=mtp,
         moe_backend=moe_backend(case, layout).value, max_batch_size=1,
         max_num_tokens=min(CHUNKS) if chunked else _round_up(case.longest_prompt + 1 + mtp, 64), chunked_prefill=chunked,
         max_seq_len=min(case.longest + MARGIN_TOKENS, case.arch.max_position_embeddings),
