@@ -16,7 +16,7 @@ inline std::vector<const Kernels*> usable_levels() {
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512vbmi");
     if (avx512) levels.push_back(&avx512_kernels);
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) levels.push_back(&avx2_kernels);
+    if (__builtin_cpu_supports("avx2")) levels.push_back(&avx2_kernels);  // F16C is older than AVX2
 #elif defined(__aarch64__)
     levels.push_back(&neon_kernels);  // part of the base instruction set
 #endif
