@@ -142,7 +142,7 @@ def main() -> None:
     if not native.available():
         print(f"without compiled kernels, all rows are numpy's: {native.problem() or native.VARIABLE + '=off'}")
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), 2 if options.quick else 8)
+        result = measure(Path(folder), 1 if not native.available() else 2 if options.quick else 8)
     print(f"{'':32}  GB/s a CPU second  GB/s of wall clock  (load {result['load']:.1f})")
     for name, row in result["rows"].items():
         print(f"{name:32}  {row['gb_per_cpu_s']:17.3f}  {row['gb_per_s']:18.3f}")
