@@ -83,7 +83,8 @@ def _checked(word: str, config_dir: Path | None) -> str:
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
-        raise ConfigError(f"{word} is not an override: write KEY=VALUE, with quotes around special characters.") from error
+        said = word.strip() or "An empty word"
+        raise ConfigError(f"{said} is not an override: write KEY=VALUE, with quotes around special characters.") from error
     if override.key_or_group not in groups() or override.type == OverrideType.DEL:
         return word
     if not _one_choice(override):

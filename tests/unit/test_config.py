@@ -70,6 +70,7 @@ def test_hardware_sets_defaults_and_the_command_line_wins() -> None:
         (["+hw=cpu", "workload.isl=-5"], r"workload\.isl=-5 is too small"),
         (["+hw=cpu", "engine.trtllm.mtp=1"], r"select it with engine=trtllm"),
         (["+hw=cpu", "quant"], r"quant is not an override: write KEY=VALUE"),
+        (["+hw=cpu", ""], r"An empty word is not an override: write KEY=VALUE"),
         (["+hw=cpu", "workload.isl=["], r"is not an override"),
         (["+hw=cpu", "+hw=h200"], r"hw"),
         (["+hw=[cpu,b200]"], r"\+hw=\[cpu,b200\] does not choose one hw: choose one of .*\+hw=b200"),
