@@ -98,7 +98,8 @@ def test_latency_takes_nvidias_layout_and_three_drafts():
 
 def test_batch_and_tokens_are_per_rank_as_in_nvidias_recipe():
     """1k/1k on four B200 at concurrency 256: NVIDIA's file says 64 and 1,216."""
-    deploy = plan("+hw=b200", "model=deepseek_r1", "workload.osl=1024", "workload.concurrency=256", "parallel=adp4_ep4").deploy
+    given = ("workload.osl=1024", "workload.concurrency=256", "parallel=adp4_ep4", "engine.trtllm.mtp=1")
+    deploy = plan("+hw=b200", "model=deepseek_r1", *given).deploy
     assert (deploy["tp"], deploy["attention_dp"], deploy["mtp"]) == (4, True, 1)
     assert (deploy["max_batch_size"], deploy["max_num_tokens"]) == (64, 1216)
 

@@ -98,7 +98,8 @@ def test_agrees_with_nvidias_recipe_for_256_requests_on_four_b200():
         "speculative_config": {"decoding_type": "MTP", "max_draft_len": 1},
         "tensor_parallel_size": 4, "moe_expert_parallel_size": 4, "max_num_tokens": 1216, "max_seq_len": 2304,
     }  # fmt: skip
-    deploy = deploy_of(*R1_B200, "quant=nvfp4_v2", "workload.osl=1024", "workload.concurrency=256", "parallel=adp4_ep4")
+    given = ("parallel=adp4_ep4", "engine.trtllm.mtp=1")
+    deploy = deploy_of(*R1_B200, "quant=nvfp4_v2", "workload.osl=1024", "workload.concurrency=256", *given)
     args = render(deploy, version_line("1.3"))
     assert {name: args[name] for name in recipe} == recipe
 
