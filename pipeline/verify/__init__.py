@@ -1,1 +1,2 @@
-"""How far a converted checkpoint is from its source: weights without torch (`weights`), logits with it (`logits`)."""
+"""How far a converted checkpoint is from its source: weights without torch (`weights`), logits with it (`logits`); and what is
+wrong with anyone's checkpoint (`invariants`, `foreign`)."""

@@ -81,7 +81,6 @@ class Verdict:
             write_atomic(out / "heatmap.svg", heatmap(self.weights.errors, limits.min_sqnr_db, limits.alarm_sqnr_db).encode())
 
 
-@uncollected()
 def verify_folder(folder: Path, source: Path | None, limits: VerifyConfig, progress: Progress) -> Verdict:
     """Read headers and scales of `folder`, compare its weights with `source` if there is one, and apply every rule."""
     contents, origin = _open(folder), _open(source) if source else None
@@ -96,6 +95,7 @@ def verify_folder(folder: Path, source: Path | None, limits: VerifyConfig, progr
     return Verdict(folder, source, tuple(found), weights, len(contents.tensors))
 
 
+@uncollected()
 def _open(folder: Path) -> Contents:
     """A folder without weights is a finding, one that is not there a refusal."""
     try:
@@ -125,6 +125,7 @@ def _compare(
     return errors, chosen, len(common), "" if errors else "since the two have no parameter in common that can be read"
 
 
+@uncollected()
 def _checkpoint(contents: Contents) -> Checkpoint:
     """Weights with their scales, also those that the index forgets; what cannot be paired is told by the rules."""
     arch = Arch.from_hf(contents.config)

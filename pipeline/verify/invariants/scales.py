@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipeline.inspect.contents import Module
 from pipeline.verify.invariants.base import ERROR, NOTE, WARNING, Fault, Rule, Subject
 
-__all__ = ["RULES", "W4A4"]
+if TYPE_CHECKING:
+    from pipeline.verify.invariants.scan import Scan
+
+__all__ = ["RULES"]
 
 W4A4 = frozenset({"NVFP4"})
 """Algorithms whose activations have a static scale."""
@@ -79,7 +83,7 @@ def _rounded_global(subject: Subject) -> Iterator[Fault]:
         yield Fault(name, f"all {len(values):,} tensor-wide scales, {name} first, are BF16 numbers")
 
 
-def _blocks(subject: Subject) -> Iterator[tuple[str, object]]:
+def _blocks(subject: Subject) -> Iterator[tuple[str, Scan]]:
     """Scans of scales that are not one number, which other rules look at."""
     for name, scan in subject.scans.items():
         if name not in subject.contents.scalars and not name.endswith(NOT_WEIGHTS):
