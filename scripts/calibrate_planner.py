@@ -4,10 +4,11 @@
     python scripts/calibrate_planner.py --points FILE [--write] [--json OUT] [--quick]
 
 Errors are |predicted / measured - 1| of TPOT. Cross-validation leaves out whole configurations (hardware, precision,
-parallelism, lengths, MTP, engine): their points at other concurrencies are left out with them. Three more leave out all
-of one hardware x precision, one pair of lengths, one engine line. `--write` replaces pipeline/planner/perf/calibration/
-deepseek_r1.yaml, whose spreads come from these residuals: their 80 % quantiles. The coverage that is printed is nested:
-each configuration is covered or not by an interval whose width the other configurations set.
+parallelism, lengths, MTP, engine): their points at other concurrencies are left out with them. Four more leave out all of one
+hardware x precision, one pair of lengths, one engine line, and all larger batches. `--write` replaces pipeline/planner/perf/
+calibration/deepseek_r1.yaml, whose spreads come from these residuals: their 80 % quantiles. The coverage that is printed is
+nested: each configuration is covered or not by an interval whose width the other configurations set. Points are left out one
+by one only to learn how much narrower the interval of a configuration that was measured at other concurrencies may be.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.planner.perf.calibration import Calibration, level_of  # noqa: E402
+from pipeline.planner.perf.calibration import Calibration, configuration, level_of  # noqa: E402
 from pipeline.planner.perf.fit import cross_validate, fit, fit_first_token, residuals  # noqa: E402
 from pipeline.planner.perf.interval import Z80  # noqa: E402
 from pipeline.planner.perf.points import Point, digest, read_aiconfigurator, read_points  # noqa: E402
@@ -57,6 +59,12 @@ def engine(point: Point) -> str:
     return point.case.engine
 
 
+def load(point: Point) -> str:
+    """Whether a point is one of the larger batches: what is learned on 1 to 32 requests is asked about 64 to 256."""
+    assert point.case
+    return f"concurrency {'above' if point.case.concurrency > 32 else 'up to'} 32"
+
+
 def main() -> int:
     """Fit, cross-validate, report, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -83,8 +91,12 @@ def run(points: list[Point], theirs: Mapping[tuple[str, int], float], seeds: int
     calibration = fit_first_token(points, fit(points))
     seen = [not point.derived for point in points]
     by_seed = [cross_validate(points, lambda point: point.key, FOLDS, seed) for seed in range(seeds)]
-    unseen = {name: cross_validate(points, key, None) for name, key in (("hw", chip), ("lengths", lengths), ("engine", engine))}
-    calibration = replace(calibration, spread=spreads(points, by_seed[0], unseen))
+    kinds = {"hw": chip, "lengths": lengths, "engine": engine, "load": load}
+    unseen = {name: cross_validate(points, key, None) for name, key in kinds.items()}
+    alone = cross_validate(points, lambda point: (point.key, point.case and point.case.concurrency), FOLDS)
+    siblings = Counter(configuration(point.case) for point in points if point.case and not point.derived)
+    shared = np.array([point.case is not None and siblings[configuration(point.case)] > 1 for point in points])
+    calibration = replace(calibration, spread=spreads(points, by_seed[0], unseen) | {"known": round(width(alone[shared]), 4)})
     report: dict[str, Any] = {
         "points": int(sum(seen)),
         "points_calibrated_on": len(points),
@@ -98,6 +110,8 @@ def run(points: list[Point], theirs: Mapping[tuple[str, int], float], seeds: int
         "left_out_chip": per(points, unseen["hw"], chip),
         "left_out_lengths": per(points, unseen["lengths"], lengths),
         "left_out_engine": per(points, unseen["engine"], engine),
+        "left_out_load": per(points, unseen["load"], load),
+        "other_concurrency_left_out": summary(alone[shared]),
         "coverage_80": coverage(points, by_seed[0]),
         "spread": calibration.spread,
     }
@@ -154,10 +168,18 @@ def spreads(points: list[Point], left: Array, unseen: dict[str, Array]) -> dict[
         "drafts": on**2 - off**2,
         "hw": width(unseen["hw"]) ** 2 - width(left) ** 2,
         "engine": width(unseen["engine"]) ** 2 - width(left) ** 2,
-        "outside": (width(unseen["lengths"]) ** 2 - width(left) ** 2) / np.log(8) ** 2,
+        "outside": max(
+            (width(unseen["lengths"]) ** 2 - width(left) ** 2) / np.log(8) ** 2,
+            (width(unseen["load"][above(points)]) ** 2 - width(left[above(points)]) ** 2) / np.log(256 / 32) ** 2,
+        ),
     }
     components = {name: float(np.sqrt(max(value, 0.02**2))) for name, value in rest.items()}
     return {name: round(value, 4) for name, value in {"base": off, **components, **chips}.items()}
+
+
+def above(points: list[Point]) -> Array:
+    """The points of larger batches."""
+    return np.array([point.case is not None and point.case.concurrency > 32 for point in points])
 
 
 def familiar(points: list[Point], left: Array, used: Array) -> tuple[float, float, dict[str, float]]:
@@ -201,6 +223,7 @@ def write(calibration: Calibration, points: list[Point]) -> None:
         ],
         "spread": dict(calibration.spread),
         "ranges": {name: [round(low, 3), round(high, 3)] for name, (low, high) in calibration.ranges.items()},
+        "configurations": sorted(calibration.configurations),
         "points": " ".join(sorted({digest(point.row) for point in points})),
     }
     TARGET.write_text(HEADER + yaml.safe_dump(table, sort_keys=False, width=130), encoding="utf-8")

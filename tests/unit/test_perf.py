@@ -29,7 +29,7 @@ from pipeline.planner.perf import (
     sweep,
     work,
 )
-from pipeline.planner.perf.calibration import Calibration, Effect, nearest, shipped
+from pipeline.planner.perf.calibration import Calibration, Effect, configuration, nearest, shipped
 from pipeline.planner.perf.step import COEFFICIENTS, FIRST_TOKEN, LIMIT, SHARES, SWITCHES
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -299,3 +299,15 @@ def test_a_lesser_machine_is_slower() -> None:
     check_slower(lambda one: replace(one, machine=half))
     narrow = replace(MACHINES["b200"], nvlink_domain=4)
     check_slower(lambda one: replace(one, machine=narrow))
+
+
+def test_a_configuration_that_was_measured_is_predicted_closer() -> None:
+    """The same chip, engine and lengths: a layout whose other loads were calibrated on has the narrower interval."""
+
+    def ratio(one: PerfCase) -> float:
+        low, high = predict(one).interval
+        return high / low
+
+    measured = case(ep=8, concurrency=48)
+    assert configuration(measured) in shipped().configurations
+    assert ratio(measured) < ratio(replace(measured, ep=2))

@@ -21,7 +21,7 @@ from pipeline.planner.perf.case import PerfCase
 from pipeline.planner.perf.step import COEFFICIENTS, FIRST_TOKEN, bounded
 from pipeline.planner.perf.work import Array
 
-__all__ = ["QUANTITIES", "SCOPES", "Calibration", "Effect", "level_of", "shipped"]
+__all__ = ["QUANTITIES", "SCOPES", "Calibration", "Effect", "configuration", "level_of", "shipped"]
 
 QUANTITIES: dict[str, tuple[int, tuple[str, ...]]] = {
     "latency": (1, ("kernel_us", "allreduce_us", "alltoall_us")),
@@ -39,6 +39,12 @@ def level_of(case: PerfCase, scope: str) -> str:
     """The level of a scope that a case belongs to: b200/fp4, 1.2.0rc6, b200/fp4/TRTLLM, b200/fp4/1.2.0rc6."""
     parts = {"hw": case.machine.name, "precision": case.precision, "engine": case.engine, "backend": case.backend}
     return "/".join(parts[part] for part in scope.split("/"))
+
+
+def configuration(case: PerfCase) -> str:
+    """What runs, without its load: lengths to half an octave."""
+    lengths = "/".join(f"{round(2 * np.log2(length)) / 2:g}" for length in (case.isl, case.osl))
+    return f"{level_of(case, 'hw/precision/engine')}/{case.layout}/{'mtp' if case.mtp else 'plain'}/{lengths}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,8 @@ class Calibration:
     ranges: Mapping[str, tuple[float, float]]
     """Smallest and largest value of each input that was measured."""
     source: tuple[str, ...] = ()
+    configurations: frozenset[str] = frozenset()
+    """Of the points that were fitted: at another load, they are predicted better than others."""
     fingerprints: frozenset[str] = frozenset()
     """Digests of the points that were fitted, so that a score can say what it had seen."""
 
@@ -97,7 +105,8 @@ class Calibration:
         effects = tuple(Effect(**row) for row in table["effects"])
         ranges = {name: (float(low), float(high)) for name, (low, high) in table["ranges"].items()}
         points = frozenset(table["points"].split())
-        return cls(table["coefficients"], effects, table["spread"], ranges, tuple(table["source"]), points)
+        source, known = tuple(table["source"]), frozenset(table["configurations"])
+        return cls(table["coefficients"], effects, table["spread"], ranges, source, known, points)
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.planner.perf.calibration import QUANTITIES, Calibration, Effect, level_of
+from pipeline.planner.perf.calibration import QUANTITIES, Calibration, Effect, configuration, level_of
 from pipeline.planner.perf.points import Point
 from pipeline.planner.perf.serve import serve
 from pipeline.planner.perf.step import COEFFICIENTS, FIRST_TOKEN, SWITCHES, bounded
@@ -106,7 +106,8 @@ def fit(points: Sequence[Point]) -> Calibration:
     logs = {name: np.log(COEFFICIENTS[name][0]) + x[i : i + 1] for i, name in enumerate(COEFFICIENTS)}
     found = {name: float(value[0]) for name, value in bounded(logs).items()}
     effects = tuple(Effect(*which, float(value)) for which, value in zip(problem.effects, x[shared:], strict=True))
-    return Calibration({**found, **first}, effects, {}, _ranges(points))
+    known = frozenset(configuration(point.case) for point in points if point.case and not point.derived)
+    return Calibration({**found, **first}, effects, {}, _ranges(points), configurations=known)
 
 
 def fit_first_token(points: Sequence[Point], calibration: Calibration) -> Calibration:
@@ -156,9 +157,9 @@ def _move(
 
 def _ranges(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
     """What was measured: outside of it an interval widens."""
-    cases = [point.case for point in points if point.case]
+    cases = [point.case for point in points if point.case and not point.derived]
     values = {
-        "batch": [case.concurrency / (case.tp if case.attention_dp else 1) for case in cases],
+        "batch": [case.concurrency for case in cases],
         "tp": [float(case.tp) for case in cases],
         "isl": [case.isl for case in cases],
         "osl": [case.osl for case in cases],
