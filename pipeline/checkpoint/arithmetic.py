@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +19,17 @@ from pipeline.formats.numerics import BF16, Array
 from pipeline.layouts import stored_as
 from pipeline.layouts.modelopt import MODELOPT
 
-__all__ = ["Amaxes", "Arithmetic", "Put"]
+__all__ = ["Amaxes", "Arithmetic", "Put", "Scratch"]
 
 Put = Callable[[str, int, Array], None]
 """Takes a piece of an output tensor: the tensor's name, the offset in it in bytes, the array."""
-STRIP_ELEMENTS = 1 << 19
-"""Elements converted at a time: with their results they stay in a core's cache, where the kernels like them."""
+Scratch = dict[tuple[Any, ...], Mapping[str, Array]]
+"""Arrays of one thread to write results into, by what they are for: fresh memory costs more than the arithmetic."""
+MAX_KINDS = 8
+STRIP_ELEMENTS = 1 << 20
+"""Elements converted at a time: few enough for temporaries, and enough to forget what a call costs."""
+MEASURED_ELEMENTS = 1 << 24
+"""Elements measured at a time, which writes nothing."""
 
 
 class Amaxes:
@@ -59,14 +65,14 @@ class Arithmetic:
         """Find the part's largest magnitude; NaN and infinity are refused by name."""
         step, item = part.step, part.step.entry.format
         exact = step.needs_amax and self.recipe.exact(step.target)
-        for rows, tensors in _strips(part, stored):
+        for rows, tensors in _strips(part, stored, MEASURED_ELEMENTS):
             amax = fast.amax(item, tensors, exact=exact)
             if not isfinite(np.float32(amax).astype(BF16)):
                 refuse(not_finite(step.entry))
             if step.needs_amax:
                 self.amaxes.add(step.entry.name, amax, rows.stop - rows.start)
 
-    def convert(self, part: Part, stored: Mapping[str, Array], put: Put) -> None:
+    def convert(self, part: Part, stored: Mapping[str, Array], put: Put, scratch: Scratch) -> None:
         """Bring the part's new tensors: strip by strip where their form goes by rows, otherwise at once."""
         step, entry = part.step, part.step.entry
         if step.copies:
@@ -75,24 +81,37 @@ class Arithmetic:
                     put(item.info.name, item.offset, array)
             return
         amax = self._amax(step) if step.needs_amax else 0.0
-        strips = ((rows, self._new(step, tensors, amax)) for rows, tensors in _strips(part, stored))
-        if len(entry.shape) == 2 and not row_units(step.form) and not step.relays:
+        joins = len(entry.shape) == 2 and not row_units(step.form) and not step.relays
+        strips = self._converted(part, stored, amax, {} if joins else scratch)
+        if joins:
             strips = iter([(slice(0, entry.shape[0]), _joined(step.target, [tensors for _, tensors in strips]))])
         for rows, tensors in strips:
             for suffix, offset, array in _stored(step, rows, tensors):
                 put(entry.name if len(step.outputs) == 1 else f"{entry.place.module}.{suffix}", offset, array)
 
-    def _new(self, step: Step, tensors: Mapping[str, Array], amax: float) -> Mapping[str, Array]:
-        """The target's own tensors."""
-        recipe, target = self.recipe, step.target
+    def _converted(
+        self, part: Part, stored: Mapping[str, Array], amax: float, scratch: Scratch
+    ) -> Iterator[tuple[slice, Mapping[str, Array]]]:
+        """Rows with the target's tensors for them, which hold until the next strip where there is `scratch`."""
+        target, shape = self.recipe.searching(part.step.target), part.step.entry.shape
+        for rows, tensors in _strips(part, stored):
+            kind = (target.name, rows.stop - rows.start, *shape[1:])
+            new = self._new(part.step, target, tensors, amax, scratch.get(kind))
+            if len(shape) == 2 and not part.step.relays and len(scratch) < MAX_KINDS:
+                scratch[kind] = new
+            yield rows, new
+
+    def _new(
+        self, step: Step, target: Format, tensors: Mapping[str, Array], amax: float, out: Mapping[str, Array] | None
+    ) -> Mapping[str, Array]:
+        """The target's own tensors, in the arrays of `out` if there are any."""
+        recipe = self.recipe
         if step.relays:
             return recipe.completed(target, tensors)
         if len(step.outputs) == 1 and step.outputs[0][1] == "F32":
             return {"weight": step.entry.format.dequantize(tensors)}
-        return fast.requantize(
-            step.entry.format, tensors, recipe.searching(target), amax=amax, input_scale=recipe.input_scale,
-            exact=recipe.exact(target),
-        )  # fmt: skip
+        options = {"amax": amax, "input_scale": recipe.input_scale, "exact": recipe.exact(target)}
+        return fast.requantize(step.entry.format, tensors, target, **options, out=out)
 
     def _amax(self, step: Step) -> float:
         """That of all layers fused with this one."""
@@ -100,7 +119,7 @@ class Arithmetic:
         return max(own, self.amaxes.of(step.fused)) if step.fused else own
 
 
-def _strips(part: Part, stored: Mapping[str, Array]) -> Iterator[tuple[slice, Mapping[str, Array]]]:
+def _strips(part: Part, stored: Mapping[str, Array], elements: int = STRIP_ELEMENTS) -> Iterator[tuple[slice, Mapping[str, Array]]]:
     """Rows of the weight, a few at a time, with the tensors that its format has for them."""
     step, entry, count = part.step, part.step.entry, part.num_rows
     begin = part.rows.start if part.rows else 0
@@ -108,7 +127,7 @@ def _strips(part: Part, stored: Mapping[str, Array]) -> Iterator[tuple[slice, Ma
         yield slice(begin, begin + count), stored
         return
     units = row_units(entry.form) if row_units(step.form) or not step.relays else {}
-    fit = max(1, STRIP_ELEMENTS // max(1, ROWS * entry.shape[1])) * ROWS if units else max(1, count)
+    fit = max(1, elements // max(1, ROWS * entry.shape[1])) * ROWS if units else max(1, count)
     for start in range(0, count, fit):
         rows = slice(start, min(start + fit, count))
         strip = {name: a[unit_rows(len(a), units[name], rows, count)] if units.get(name) else a for name, a in stored.items()}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.checkpoint.arithmetic import Amaxes, Arithmetic
+from pipeline.checkpoint.arithmetic import Amaxes, Arithmetic, Scratch
 from pipeline.checkpoint.blocks import Block, BlockPool, ShardFile
 from pipeline.checkpoint.conversion import ConversionPlan, OutputShard
 from pipeline.checkpoint.directio import allocate
@@ -33,8 +33,8 @@ from pipeline.formats.numerics import Array
 __all__ = ["Finished", "Options", "convert_shards", "num_cores"]
 
 MAX_WORKERS = 8
-SPARE = 2
-"""Tasks that are being read, or wait, while every worker has one."""
+SPARE = 4
+"""Tasks that are being read, or wait, while every worker has one; and as many blocks wait to be written."""
 SLACK = 1 << 20
 """Room in a buffer for alignment."""
 
@@ -144,13 +144,14 @@ class _Run:
 
     def work(self) -> None:
         """Thread: convert tasks."""
+        scratch: Scratch = {}
         while (item := self.tasks.get()) is not None:
             task, arrays, buffer = item
-            self.convert(task, arrays)
+            self.convert(task, arrays, scratch)
             self.buffers.put(buffer)
             self.done.put(task.num_bytes)
 
-    def convert(self, task: Task, arrays: list[Array]) -> None:
+    def convert(self, task: Task, arrays: list[Array], scratch: Scratch) -> None:
         """Measure everything first: a part may need what another one of the task brings."""
         left, stored = iter(arrays), []
         for part in task.parts:
@@ -161,7 +162,7 @@ class _Run:
         put = partial(_put, self.files[task.shard])
         for part, tensors in zip(task.parts, stored, strict=True):
             if part.converts:
-                self.arithmetic.convert(part, tensors, put)
+                self.arithmetic.convert(part, tensors, put, scratch)
 
     def write(self) -> None:
         """Thread: blocks to disk."""
