@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeline.core.errors import MissingToolError, StageError
 
-__all__ = ["Module", "Source"]
+__all__ = ["Module", "Source", "aligned"]
 
 FLAGS = ("--std=c++17",)
 PROGRAMMATIC_SERIALIZATION = 6
@@ -90,6 +90,12 @@ class Module:
             _ok(_driver().cuLibraryGetKernel(ctypes.byref(kernel), self._library, name.encode()), f"find {name}")
             self._functions[name] = kernel
         return self._functions[name]
+
+
+def aligned(tensor: Any) -> Any:
+    """The tensor, or a copy of it, contiguous and from a multiple of 16 bytes on, as vector loads need it."""
+    whole = tensor.contiguous()
+    return whole.clone() if whole.data_ptr() % 16 else whole
 
 
 def _argument(value: Any) -> Any:

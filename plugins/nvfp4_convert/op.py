@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.core.errors import ConfigError
 from plugins.nvfp4_convert import reference
-from plugins.nvrtc import Source
+from plugins.nvrtc import Source, aligned
 
 __all__ = ["fp8_block_amax", "fp8_block_to_nvfp4"]
 
@@ -34,26 +34,21 @@ def fp8_block_amax(codes: Tensor, scale_inv: Tensor) -> Tensor:
     out = torch.zeros(codes.shape[:-2], dtype=torch.float32, device=codes.device)
     if codes.numel():
         with torch.cuda.device(codes.device):
-            SOURCE.module(EXACT=0).launch("fp8_block_amax", grid, THREADS, codes, scale_inv, out, *codes.shape[-2:])
+            tensors = (aligned(codes), aligned(scale_inv), out)
+            SOURCE.module(EXACT=0).launch("fp8_block_amax", grid, THREADS, *tensors, *codes.shape[-2:])
     return out
 
 
 @torch.library.custom_op("r1_pipeline::fp8_block_to_nvfp4", mutates_args=(), device_types="cuda")
 def fp8_block_to_nvfp4(codes: Tensor, scale_inv: Tensor, amax: Tensor, exact: bool = False) -> Nvfp4Tensors:
     """weight U8 [B, n, k/2], weight_scale F8_E4M3 [B, n, k/16], weight_scale_2 F32 [B]"""
-    _checked(codes, scale_inv, amax)
+    grid = _checked(codes, scale_inv, amax)
     out = _outputs(codes)
     if codes.numel():
         with torch.cuda.device(codes.device):
-            launch(codes, scale_inv, amax, out, exact)
+            tensors = (aligned(codes), aligned(scale_inv), aligned(amax), *out)
+            SOURCE.module(EXACT=int(exact)).launch("fp8_block_to_nvfp4", grid, THREADS, *tensors, *codes.shape[-2:])
     return out
-
-
-def launch(codes: Tensor, scale_inv: Tensor, amax: Tensor, out: Nvfp4Tensors, exact: bool) -> None:
-    """The kernel alone, into given tensors."""
-    grid = _checked(codes, scale_inv, amax)
-    module = SOURCE.module(EXACT=int(exact))
-    module.launch("fp8_block_to_nvfp4", grid, THREADS, codes, scale_inv, amax, *out, *codes.shape[-2:])
 
 
 @fp8_block_amax.register_fake
@@ -98,25 +93,22 @@ def _outputs(codes: Tensor) -> Nvfp4Tensors:
 
 def _checked(codes: Tensor, scale_inv: Tensor, amax: Tensor | None = None) -> tuple[int, int, int]:
     """The grid of tiles, of tensors that the kernels can take."""
-    *batch, n, k = codes.shape
-    tiles = (*batch, -(-n // BLOCK), -(-k // BLOCK))
-    if codes.element_size() != 1 or k % GROUP or codes.dim() not in (2, 3):
-        raise ConfigError(
-            f"codes are {codes.dtype} {list(codes.shape)}, but must be one byte each, [B, n, k], k a multiple of {GROUP}."
-        )
-    for name, tensor, shape in (("scale_inv", scale_inv, tiles), ("amax", amax, tuple(batch))):
-        if tensor is not None and (tensor.shape != shape or tensor.dtype != torch.float32):
-            found = f"{name} is {tensor.dtype} {list(tensor.shape)}"
-            raise ConfigError(f"{found}, but codes {list(codes.shape)} need float32 {list(shape)}.")
+    if codes.dim() not in (2, 3) or codes.element_size() != 1 or codes.shape[-1] % GROUP:
+        found = f"codes are {codes.dtype} {list(codes.shape)}"
+        raise ConfigError(f"{found}, but must be one byte each, [B, n, k] or [n, k], with k a multiple of {GROUP}.")
     if codes.numel() >= MAX_ELEMENTS:
         raise ConfigError(f"{codes.numel()} weights in one call are too many: the kernels take fewer than {MAX_ELEMENTS}.")
-    if not all(tensor.is_contiguous() for tensor in (codes, scale_inv, *(() if amax is None else (amax,)))):
-        raise ConfigError("codes, scale_inv and amax must be contiguous: call .contiguous() on them.")
+    *batch, n, k = codes.shape
+    tiles = (*batch, -(-n // BLOCK), -(-k // BLOCK))
+    for name, tensor, shape in (("scale_inv", scale_inv, tiles), ("amax", amax, tuple(batch))):
+        if tensor is not None and (tensor.shape, tensor.dtype, tensor.device) != (shape, torch.float32, codes.device):
+            found = f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise ConfigError(f"{found}, but codes {list(codes.shape)} need float32 {list(shape)} on {codes.device}.")
     return tiles[-1], tiles[-2], batch[0] if batch else 1
 
 
 def _matrices(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.view(-1, *tensor.shape[-2:]) for tensor in tensors]
+    return [tensor.contiguous().view(-1, *tensor.shape[-2:]) for tensor in tensors]
 
 
 def _numpy(codes: Tensor) -> reference.Array:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.errors import ConfigError
-from plugins.nvrtc import Source
+from plugins.nvrtc import Source, aligned
 from plugins.router_gemm import reference
 
 __all__ = ["router_gemm"]
@@ -36,12 +36,15 @@ def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     logits = _output(x, weight)
     if len(x):
-        launch(x.contiguous(), weight.contiguous(), logits)
+        launch(aligned(x), aligned(weight), logits)
     return logits
 
 
 def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> None:
-    """The kernel alone, into a given tensor. `overlap`: load weights while the kernel before it on the stream still runs."""
+    """The kernel alone, from and into `aligned` tensors.
+
+    `overlap`: load weights while the kernel before it on the stream still runs.
+    """
     (tokens, hidden), experts = x.shape, weight.shape[0]
     if tokens <= FEW_TOKENS and hidden % (FEW_THREADS * 8) == 0:
         with torch.cuda.device(x.device):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.errors import ConfigError
-from plugins.nvrtc import Source
+from plugins.nvrtc import Source, aligned
 from plugins.topk_router.reference import route
 
 __all__ = ["topk_router"]
@@ -43,7 +43,7 @@ def topk_router(
         return _reference(logits, bias, n_group, topk_group, top_k, scale, norm_topk_prob)
     out = _outputs(logits, top_k)
     if len(logits):
-        launch(logits.float().contiguous(), bias.float().contiguous(), *out, n_group, topk_group, top_k, scale, norm_topk_prob)
+        launch(aligned(logits.float()), aligned(bias.float()), *out, n_group, topk_group, top_k, scale, norm_topk_prob)
     return out
 
 
@@ -59,7 +59,10 @@ def launch(
     norm_topk_prob: bool = True,
     overlap: bool = False,
 ) -> None:
-    """The kernel alone, into given tensors. `overlap`: let it start while the kernel before it on the stream still ends."""
+    """The kernel alone, from and into `aligned` tensors of the kernel's types.
+
+    `overlap`: let it start while the kernel before it on the stream still runs.
+    """
     tokens, experts = logits.shape
     module = SOURCE.module(EXPERTS=experts, GROUPS=n_group, KEPT=topk_group, TOP_K=top_k, NORMALIZE=int(norm_topk_prob))
     with torch.cuda.device(logits.device):

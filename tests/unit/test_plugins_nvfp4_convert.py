@@ -31,11 +31,22 @@ SCALES = {
     "subnormal": lambda rng, shape: rng.uniform(1, 99, shape) * 1e-42,
     "signed": lambda rng, shape: rng.normal(0, 1e-3, shape) * rng.integers(0, 2, shape),
 }
+
+
+def pairs(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Each largest code with each smaller one: a block's first weight is its row's, the others count up."""
+    rows, columns = np.indices(shape)
+    top = rows % 127
+    size = np.where(columns % 16, np.minimum((columns - columns // 16 - 1) % 127, top), top)
+    return size | rng.integers(0, 2, shape) << 7
+
+
 CODES = {
     "uniform": lambda rng, shape: rng.integers(0, 127, shape) | rng.integers(0, 2, shape) << 7,
     "normal": lambda rng, shape: (rng.normal(0, 90, shape)).clip(-448, 448).astype(E4M3).view(np.uint8),
     "sparse": lambda rng, shape: rng.choice([0, 0x80, 1, 0x81, 0x7E, 0xFE], shape, p=[0.5, 0.4, 0.03, 0.03, 0.02, 0.02]),
     "zero": lambda rng, shape: np.full(shape, 0x80),
+    "pairs": pairs,
 }
 SHAPES = ((1, 16), (130, 272))
 
@@ -106,6 +117,18 @@ def test_op_vs_reference(device: str, scales: str, exact: bool) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_tensors_that_lie_oddly_are_taken(device: str) -> None:
+    codes, scale_inv = (torch.from_numpy(array).to(device) for array in case("normal", "ordinary", (160, 64)))
+    amax = op.fp8_block_amax(codes, scale_inv)
+    shifted = torch.cat([codes.new_zeros(3), codes.flatten()])[3:].view(160, 64)
+    strided = torch.stack([codes, codes], dim=-1)[..., 0]
+    wanted = op.fp8_block_to_nvfp4(codes, scale_inv, amax)
+    for odd in (shifted, strided):
+        assert torch.equal(op.fp8_block_amax(odd, scale_inv), amax)
+        assert all(map(torch.equal, op.fp8_block_to_nvfp4(odd, scale_inv, amax)[::2], wanted[::2]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_amax_of_nan_or_infinite_weights_is_nan(device: str) -> None:
     codes, scale_inv = torch.zeros(2, 128, 128, dtype=torch.uint8), torch.ones(2, 1, 1)
     codes[0, 5, 7], codes[1, 100, 3], scale_inv[1] = 0xFF, 0x7E, torch.inf
@@ -125,9 +148,15 @@ def test_op_is_known_to_export() -> None:
         (torch.zeros(128, 24, dtype=torch.uint8), torch.ones(1, 1), "multiple of 16"),
         (torch.zeros(128, 32), torch.ones(1, 1), "one byte"),
         (torch.zeros(129, 32, dtype=torch.uint8), torch.ones(1, 1), r"need float32 \[2, 1\]"),
-        (torch.zeros(32, 128, dtype=torch.uint8).t(), torch.ones(1, 1), "contiguous"),
+        (torch.zeros(128, dtype=torch.uint8), torch.ones(1), "k a multiple"),
     ],
 )
 def test_shapes_that_no_kernel_takes_are_refused(codes: torch.Tensor, scale_inv: torch.Tensor, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         op.fp8_block_amax(codes, scale_inv)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use here")
+def test_tensors_of_another_device_are_refused() -> None:
+    with pytest.raises(ConfigError, match="on cuda"):
+        op.fp8_block_amax(torch.zeros(128, 32, dtype=torch.uint8, device="cuda"), torch.ones(1, 1))

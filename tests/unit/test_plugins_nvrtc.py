@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,7 @@ torch = pytest.importorskip("torch", reason="kernels run on torch's device")
 
 from plugins import nvrtc  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "plugins").glob("*/kernel.cu"))
+SOURCES = sorted(Path(nvrtc.__file__).parent.glob("*/kernel.cu"))
 BUILDS = {
     "nvfp4_convert": [{"EXACT": 0}, {"EXACT": 1}],
     "topk_router": [{"EXPERTS": 256, "GROUPS": 8, "KEPT": 4, "TOP_K": 8, "NORMALIZE": 1}],
@@ -74,8 +71,3 @@ def test_kernels_compile(source: Path, architecture: str) -> None:
 def test_a_kernel_that_does_not_compile_says_why() -> None:
     with pytest.raises(StageError, match="expected a"):
         nvrtc.compile_source(b"int;;x(", ("--gpu-architecture=sm_90",))
-
-
-def test_ops_are_registered_without_touching_a_gpu() -> None:
-    code = "import plugins.topk_router.op, plugins.nvfp4_convert.op, torch; assert not torch.cuda.is_initialized()"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
