@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeline.core.errors import MissingToolError, StageError
 
-__all__ = ["Module", "Source", "aligned"]
+__all__ = ["Module", "Source", "aligned", "compile_source"]
 
 FLAGS = ("--std=c++17",)
 PROGRAMMATIC_SERIALIZATION = 6
