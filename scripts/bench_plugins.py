@@ -50,7 +50,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         sys.exit("No GPU that torch can use: this benchmark needs one.")
     notes = [note for library in sorted(options.peers.glob("*.so")) if (note := load(library))] if options.peers else []
-    bandwidth = copy_bandwidth(1 << 30)
+    bandwidth = copy_bandwidth(700 << 20)
     configs = list(ROUTERS)[:1] if options.quick else list(ROUTERS)
     rows = []
     for row in chain(
