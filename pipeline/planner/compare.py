@@ -38,6 +38,11 @@ REASONS = {
     "cuda_graph_config": "cuda_graph_max_batch_size", "stream_interval": "stream_interval",
 }  # fmt: skip
 """Argument, or the first part of its name -> the decision that set ours."""
+DEFAULTS = {
+    "enable_attention_dp": False, "pipeline_parallel_size": 1, "trust_remote_code": False, "enable_chunked_prefill": False,
+    "stream_interval": 1, "backend": "pytorch",
+}  # fmt: skip
+"""What TensorRT-LLM takes for an argument that is absent."""
 ALIASES = {"speculative_config.num_nextn_predict_layers": "speculative_config.max_draft_len"}
 """Two spellings of one argument, by version line."""
 NOTES = {
@@ -59,6 +64,13 @@ class Line:
     why: str
     """Why ours is what it is, where they differ."""
 
+    @property
+    def differs(self) -> bool:
+        """Whether the engine would see two values."""
+        default = DEFAULTS.get(self.name)
+        ours, theirs = (default if value is None else value for value in (self.ours, self.theirs))
+        return bool(ours != theirs)
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -66,6 +78,7 @@ class Comparison:
 
     arguments: list[Line]
     renamed: tuple[str, ...]
+    """Sentences about keys that newer engines spell otherwise, or do not know."""
     findings: list[Finding]
     ours: Point | None
     theirs: Point | None
@@ -127,7 +140,7 @@ def compare(
     read = read_llm_args(theirs, setup)
     return Comparison(
         arguments=list(_lines(_flat(ours), _flat(theirs), decisions)),
-        renamed=read.renamed,
+        renamed=(*read.renamed, *read.unknown),
         findings=check(read.setup),
         ours=_predicted(setup, total),
         theirs=_predicted(read.setup, total),
@@ -164,8 +177,8 @@ def _predicted(setup: Setup, total: int) -> Point | None:
 
 def _lines(ours: Mapping[str, Any], theirs: Mapping[str, Any], decisions: Mapping[str, str]) -> Iterator[Line]:
     for name in sorted(ours.keys() | theirs.keys()):
-        one, two = ours.get(name), theirs.get(name)
-        yield Line(name, one, two, "" if one == two else _why(name, one, decisions))
+        line = Line(name, ours.get(name), theirs.get(name), "")
+        yield replace(line, why=_why(name, line.ours, decisions)) if line.differs else line
 
 
 def _why(name: str, ours: Any, decisions: Mapping[str, str]) -> str:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pipeline.models.arch import Arch
 
 __all__ = [
-    "CLASSES", "LINEAR_CLASSES", "STORAGE", "Part", "Storage", "block_of", "embedding_parts", "layer_parts", "main_parts",
-    "mtp_parts", "num_params", "stored_bytes",
+    "CLASSES", "LINEAR_CLASSES", "STORAGE", "Part", "Storage", "block_of", "counted_parts", "embedding_parts", "layer_parts",
+    "main_parts", "mtp_parts", "num_params", "stored_bytes",
 ]  # fmt: skip
 
 LINEAR_CLASSES = ("attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts")
@@ -141,6 +141,15 @@ def main_parts(arch: Arch) -> list[Part]:
     """The main model: everything but the MTP layers."""
     layers = [part for layer in range(arch.num_hidden_layers) for part in layer_parts(arch, layer)]
     return [*embedding_parts(arch), *layers]
+
+
+def counted_parts(arch: Arch) -> list[tuple[Part, int]]:
+    """The main model's tensors of one dense and one MoE layer, each with how many layers have it, and what stands around."""
+    counted = [(part, 1) for part in embedding_parts(arch)]
+    for is_moe in (False, True):
+        alike = [layer for layer in range(arch.num_hidden_layers) if arch.is_moe(layer) == is_moe]
+        counted += [(part, len(alike)) for part in layer_parts(arch, alike[0])] if alike else []
+    return counted
 
 
 def mtp_parts(arch: Arch, *, stored: bool) -> list[Part]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.models.arch import Arch
-from pipeline.planner.params import Part, layer_parts, main_parts, mtp_parts
+from pipeline.planner.params import Part, counted_parts, layer_parts, mtp_parts
 from pipeline.planner.perf.case import Machine, PerfCase
 
 __all__ = ["KV_BYTES", "Array", "Columns", "columns", "imbalance", "touched"]
@@ -80,9 +80,9 @@ def _ranks(part: Part, tp: int, attention_dp: bool) -> int:
 
 def shard_of(machine: Machine, arch: Arch, table: Mapping[str, str], tp: int, ep: int, attention_dp: bool) -> Shard:
     """Count one rank's share of a model whose classes are stored as `table` says."""
-    parts = main_parts(arch)
-    plain = [part for part in parts if part.cls not in ("routed_experts", "embed", "norm", "lm_head")]
-    head = next(part for part in parts if part.cls == "lm_head")
+    parts = counted_parts(arch)
+    plain = [(part, times) for part, times in parts if part.cls not in ("routed_experts", "embed", "norm", "lm_head")]
+    head = next(part for part, _ in parts if part.cls == "lm_head")
     share = tp // ep
     routed = [part for part in layer_parts(arch, arch.first_k_dense_replace) if part.cls == "routed_experts"]
     fmt = table["routed_experts"]
@@ -91,10 +91,9 @@ def shard_of(machine: Machine, arch: Arch, table: Mapping[str, str], tp: int, ep
     head_bytes = head.bytes(table.get("lm_head", "bf16")) / _ranks(head, tp, attention_dp)
     moe_layers = sum(arch.is_moe(layer) for layer in range(arch.num_hidden_layers))
     draft_dense, draft_expert = _draft(arch, table, tp, ep, attention_dp)
-    dense = sum(part.bytes(table.get(part.cls, "bf16")) / _ranks(part, tp, attention_dp) for part in plain) + head_bytes
-    dense_s = sum(
-        2 * part.params / _ranks(part, tp, attention_dp) / _peak(machine, table.get(part.cls, "bf16")) for part in plain
-    )
+    sizes = ((part, times / _ranks(part, tp, attention_dp), table.get(part.cls, "bf16")) for part, times in plain)
+    counted = [(part.bytes(fmt) * times, 2 * part.params * times / _peak(machine, fmt)) for part, times, fmt in sizes]
+    dense, dense_s = sum(size for size, _ in counted) + head_bytes, sum(seconds for _, seconds in counted)
     return Shard(
         dense_bytes=dense,
         dense_s=dense_s,

@@ -70,9 +70,10 @@ def total_gpus(case: Case) -> int:
     return asked.tp * asked.pp if asked.tp else case.hw.num_devices * case.hw.num_nodes
 
 
-def candidates(case: Case, recipe: str) -> list[Candidate]:
-    """Everything that could work with the formats of `case`, which `recipe` names."""
-    return [item for setup in _bases(case) for item in _sized(case, recipe, setup)]
+def candidates(case: Case, recipe: str, *, coarse: bool = False) -> list[Candidate]:
+    """Everything that could work with the formats of `case`, which `recipe` names; `coarse` tries every third batch only."""
+    batches = BATCHES[::3] if coarse else BATCHES
+    return [item for setup in _bases(case) for item in _sized(case, recipe, setup, batches)]
 
 
 def _bases(case: Case) -> Iterator[Setup]:
@@ -115,11 +116,11 @@ def _setup(case: Case, layout: Layout, mtp: int) -> Setup:
     )  # fmt: skip
 
 
-def _sized(case: Case, recipe: str, base: Setup) -> list[Candidate]:
+def _sized(case: Case, recipe: str, base: Setup, open_batches: Sequence[int]) -> list[Candidate]:
     """`base` with every batch and step that its cache has room for."""
     replicas = max(1, min(total_gpus(case) // base.layout.world_size, case.concurrency or LARGEST_BATCH))
     ranks = replicas * base.layout.cache_ranks
-    batches = (math.ceil(case.concurrency / ranks),) if case.concurrency else BATCHES
+    batches = (math.ceil(case.concurrency / ranks),) if case.concurrency else open_batches
     pairs = [(batch, tokens) for batch in batches for tokens in _steps(base, batch, case.longest_prompt)]
     batch, tokens = np.array(pairs).T
     found: dict[int, Candidate] = {}
