@@ -26,7 +26,7 @@ Put = Callable[[str, int, Array], None]
 Scratch = dict[tuple[Any, ...], Mapping[str, Array]]
 """Arrays of one thread to write results into, by what they are for: fresh memory costs more than the arithmetic."""
 MAX_KINDS = 8
-STRIP_ELEMENTS = 1 << 20
+STRIP_ELEMENTS = 1 << 22
 """Elements converted at a time: few enough for temporaries, and enough to forget what a call costs."""
 MEASURED_ELEMENTS = 1 << 24
 """Elements measured at a time, which writes nothing."""
