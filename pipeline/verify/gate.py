@@ -73,7 +73,10 @@ def _weight_failures(config: VerifyConfig, errors: Sequence[TensorError]) -> Ite
 def _logits_failures(config: VerifyConfig, logits: LogitsError | None) -> Iterator[str]:
     if logits is None:
         return
-    way_out = "keep attention, o_proj or shared_experts in a wider format (quant.o_proj=bf16), or move the limit."
+    way_out = (
+        "keep attention, o_proj or shared_experts in a wider format (quant.o_proj=bf16), or everything "
+        "(quant.accuracy_sensitive=true), or move the limit."
+    )
     if not logits.kl <= config.max_kl:
         yield f"Mean KL is {logits.kl:g} nats a token, above verify.max_kl={config.max_kl:g}; {way_out}"
     if not logits.top1 >= config.min_top1:
