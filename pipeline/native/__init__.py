@@ -8,6 +8,7 @@ scalar), or `off`. Kernels release the GIL and write into the caller's buffers.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from pipeline.core.errors import ConfigError
 from pipeline.native.build import SOURCES, sources_digest
 
-__all__ = ["VARIABLE", "available", "kernels", "levels", "module", "problem"]
+__all__ = ["VARIABLE", "available", "kernels", "levels", "module", "problem", "say_if_slow"]
 
 VARIABLE = "R1_NATIVE"
 
@@ -56,7 +57,13 @@ def problem() -> str | None:
         built_from = module().sources
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) or "_kernels" in str(error)
-        return f"not built: {again}" if missing else f"cannot be loaded ({error}): {again}"
+        return f"not built: {again}" if missing else f"not loadable ({error}): {again}"
     if SOURCES.is_dir() and built_from != sources_digest():
         return f"built from other sources than those beside it: {again}"
     return None
+
+
+def say_if_slow(say: Callable[[str], None]) -> None:
+    """What a user should know before numpy computes for hours; nothing where there are kernels, or `off` was asked for."""
+    if why := problem():
+        say(f"numpy gives the same bytes as the compiled kernels, about 65 times slower; they are {why}.")

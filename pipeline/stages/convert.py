@@ -68,6 +68,7 @@ def run(ctx: StageContext) -> None:
 
 def write_shards(ctx: StageContext, plan: ConversionPlan, journal: Journal) -> None:
     """Write the shards that the journal does not vouch for."""
+    from pipeline import native
     from pipeline.checkpoint.stream import Finished, convert_shards
 
     keys = {shard.name: shard_key(plan, shard) for shard in plan.shards}
@@ -75,6 +76,8 @@ def write_shards(ctx: StageContext, plan: ConversionPlan, journal: Journal) -> N
     _require_space(ctx.out, todo)
     if kept := len(plan.shards) - len(todo):
         ctx.progress.note(f"{kept} of {len(plan.shards)} shards are finished from an earlier run")
+    if todo:
+        native.say_if_slow(ctx.progress.note)
     ctx.progress.start(sum(shard.num_source_bytes for shard in todo), "B")
     with closing(convert_shards(plan, todo, ctx.out, journal.folder)) as events:
         for event in events:

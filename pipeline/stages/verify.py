@@ -103,9 +103,11 @@ def write(ctx: StageContext, report: Report) -> None:
 
 def measure_weights(ctx: StageContext, source: Checkpoint, converted: Checkpoint) -> tuple[list[TensorError], str]:
     """Errors of every parameter, or of a sample, with progress in bytes; and which they are."""
+    from pipeline import native
     from pipeline.verify.sample import choose, sentence
     from pipeline.verify.weights import compare_weights
 
+    native.say_if_slow(ctx.progress.note)
     chosen = choose(converted.entries.values(), ctx.config.verify.sample)
     ctx.progress.start(sum(entry.num_bytes + source.entries[entry.name].num_bytes for entry in chosen), "B")
     errors = []

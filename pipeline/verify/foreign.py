@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline import native
 from pipeline.checkpoint.reader import uncollected
 from pipeline.checkpoint.source import Checkpoint, Entry, pair
 from pipeline.core.errors import ConfigError, GateError
@@ -117,6 +118,7 @@ def _compare(
     readable = {name: entry for name, entry in ours.entries.items() if _whole(entry)}
     common = [e for e in theirs.entries.values() if e.name in readable and readable[e.name].shape == e.shape and _whole(e)]
     chosen = choose(common, limits.sample)
+    native.say_if_slow(progress.note)
     progress.start(sum(entry.num_bytes + readable[entry.name].num_bytes for entry in chosen), "B")
     errors = []
     for error, num_bytes in compare_weights(ours, chosen):

@@ -6,11 +6,13 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline import native
+from pipeline.config.schema import VerifyConfig
 from pipeline.core.errors import ConfigError
 from pipeline.formats import Format, get_format
 from pipeline.formats.fast import amax, errors, requantize
@@ -18,6 +20,9 @@ from pipeline.formats.numerics import BF16, E4M3
 from pipeline.formats.nvfp4 import Nvfp4
 from pipeline.formats.nvfp4_search import SEARCHES
 from pipeline.formats.row_errors import row_errors
+from pipeline.verify.foreign import verify_folder
+from tests._utils import random_checkpoint
+from tests._utils.run_stage import Notes, convert, recipe, verify
 
 COMPILER = any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
 LEVELS = native.levels()
@@ -239,3 +244,23 @@ def test_a_level_can_be_forced_or_switched_off(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(native.VARIABLE, "mmx")
     with pytest.raises(ConfigError, match=r"R1_NATIVE=mmx: this processor runs .*scalar; choose one of them, or off"):
         native.kernels()
+
+
+@pytest.mark.parametrize("why", ["not built: install it again", "built from other sources than those beside it: build"])
+def test_missing_or_stale_kernels_are_said_once_by_each_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    source = random_checkpoint.write(tmp_path / "source", {"num_hidden_layers": 1, "n_routed_experts": 4, "n_group": 2})
+    (source / "heldout.txt").unlink()
+    monkeypatch.setattr(native, "problem", lambda: why)
+    told = {name: Notes() for name in ("convert", "again", "verify", "verify DIR")}
+    converted = convert(source, tmp_path / "c", recipe("nvfp4"), told["convert"])
+    convert(source, tmp_path / "c", recipe("nvfp4"), told["again"])
+    verify(source, converted, tmp_path / "v", told["verify"])
+    verify_folder(converted, source, VerifyConfig(), told["verify DIR"])
+    told["quick"] = Notes()
+    monkeypatch.setattr(native, "problem", lambda: None)
+    verify(source, converted, tmp_path / "q", told["quick"])
+    wanted = f"numpy gives the same bytes as the compiled kernels, about 65 times slower; they are {why}."
+    counts = {name: progress.notes.count(wanted) for name, progress in told.items()}
+    assert counts == {"convert": 1, "again": 0, "verify": 1, "verify DIR": 1, "quick": 0}
