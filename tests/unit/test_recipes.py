@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from pipeline.checkpoint import Checkpoint, dequantized
-from pipeline.layouts.modelopt import AWQ_FIELDS
 from pipeline.config.load import load
 from pipeline.config.schema import MIN_SQNR_DB, NVFP4_MODES, SCALE_SEARCHES, WEIGHT_FORMATS, QuantConfig
 from pipeline.core.errors import ConfigError
 from pipeline.formats import FORMATS, get_format
 from pipeline.formats.numerics import BF16
 from pipeline.formats.nvfp4_search import SEARCHES
+from pipeline.layouts.modelopt import AWQ_FIELDS
 from pipeline.planner.params import STORAGE, matrix_bytes
 from tests._utils import random_checkpoint
 from tests._utils.run_stage import convert, recipe, verify
