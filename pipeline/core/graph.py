@@ -118,7 +118,8 @@ class Graph:
             progress = console.stage_started(stage.name, state.reason)
             log = self.store.root / "logs" / f"{stage.name}-{key[:12]}.log"
             try:
-                outcome = executor.run(self._call(stage, results, attempt), progress, log)
+                runner = make_executor("inline") if stage.light else executor  # a process would take longer to start than it to run
+                outcome = runner.run(self._call(stage, results, attempt), progress, log)
             except BaseException:
                 console.stage_ended(stage.name, "failed")
                 raise

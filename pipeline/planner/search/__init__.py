@@ -85,7 +85,7 @@ def _others(case: Case, total: int) -> dict[str, list[Point]]:
             continue
         formats = {**case.formats, **{cls: getattr(quant, cls) for cls in (*LINEAR_CLASSES, "mtp")}}
         other = replace(case, config=replace(case.config, quant=quant), formats=formats)
-        if found := candidates(other, name, coarse=True):
+        if found := candidates(other, name, steps=False):
             scored = score(found, total)
             fronts[name] = [scored.point(index) for index in front(scored)]
     return fronts

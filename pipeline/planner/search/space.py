@@ -70,10 +70,9 @@ def total_gpus(case: Case) -> int:
     return asked.tp * asked.pp if asked.tp else case.hw.num_devices * case.hw.num_nodes
 
 
-def candidates(case: Case, recipe: str, *, coarse: bool = False) -> list[Candidate]:
-    """Everything that could work with the formats of `case`, which `recipe` names; `coarse` tries every third batch only."""
-    batches = BATCHES[::3] if coarse else BATCHES
-    return [item for setup in _bases(case) for item in _sized(case, recipe, setup, batches)]
+def candidates(case: Case, recipe: str, *, steps: bool = True) -> list[Candidate]:
+    """Everything that could work with the formats of `case`, which `recipe` names; without `steps` the least step alone."""
+    return [item for setup in _bases(case) for item in _sized(case, recipe, setup, steps)]
 
 
 def _bases(case: Case) -> Iterator[Setup]:
@@ -116,12 +115,12 @@ def _setup(case: Case, layout: Layout, mtp: int) -> Setup:
     )  # fmt: skip
 
 
-def _sized(case: Case, recipe: str, base: Setup, open_batches: Sequence[int]) -> list[Candidate]:
+def _sized(case: Case, recipe: str, base: Setup, steps: bool) -> list[Candidate]:
     """`base` with every batch and step that its cache has room for."""
     replicas = max(1, min(total_gpus(case) // base.layout.world_size, case.concurrency or LARGEST_BATCH))
     ranks = replicas * base.layout.cache_ranks
-    batches = (math.ceil(case.concurrency / ranks),) if case.concurrency else open_batches
-    pairs = [(batch, tokens) for batch in batches for tokens in _steps(base, batch, case.longest_prompt)]
+    batches = (math.ceil(case.concurrency / ranks),) if case.concurrency else BATCHES
+    pairs = [(batch, tokens) for batch in batches for tokens in _steps(base, batch, case.longest_prompt)[: None if steps else 1]]
     batch, tokens = np.array(pairs).T
     found: dict[int, Candidate] = {}
     for fraction in _fractions(case):
