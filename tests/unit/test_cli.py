@@ -82,12 +82,12 @@ def test_an_error_of_the_system_in_a_stage_is_a_sentence(tmp_path: Path) -> None
 
 def test_gc_lists_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "+hw=cpu"]) == main(["plan", "+hw=cpu", "workload.isl=9"]) == 0
+    assert main(["convert", "+hw=cpu"]) == main(["convert", "+hw=cpu", "quant=nvfp4_experts"]) == 0
     capsys.readouterr()
     for dry in (["--dry-run"], []):
         assert main(["gc", "--json", *dry]) == 0
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert [Path(gone["path"]).parent.name for gone in result["removed"]] == ["plan", "logs"]
+        assert [Path(gone["path"]).parent.name for gone in result["removed"]] == ["convert", "plan", "logs"]
     assert len(list((tmp_path / ".pipeline/results/plan").iterdir())) == 1
 
 
