@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from pipeline.checkpoint.flow import Flow
 from pipeline.checkpoint.problems import refuse
 from pipeline.checkpoint.recipe import Recipe
 from pipeline.checkpoint.tasks import ROWS, Part, row_units, unit_rows
-from pipeline.formats import Format, fast
+from pipeline.formats import Format, fast, on_gpu
 from pipeline.formats.numerics import BF16, Array
 from pipeline.layouts import stored_as
 from pipeline.layouts.modelopt import MODELOPT
@@ -60,13 +61,14 @@ class Arithmetic:
 
     recipe: Recipe
     amaxes: Amaxes
+    device: str = "cpu"
 
     def measure(self, part: Part, stored: Mapping[str, Array]) -> None:
         """Find the part's largest magnitude; NaN and infinity are refused by name."""
         step, item = part.step, part.step.entry.format
         exact = step.needs_amax and self.recipe.exact(step.target)
         for rows, tensors in _strips(part, stored, MEASURED_ELEMENTS):
-            amax = fast.amax(item, tensors, exact=exact)
+            amax = self._kernels(step).amax(item, tensors, exact=exact)
             if not isfinite(np.float32(amax).astype(BF16)):
                 refuse(not_finite(step.entry))
             if step.needs_amax:
@@ -111,7 +113,12 @@ class Arithmetic:
         if len(step.outputs) == 1 and step.outputs[0][1] == "F32":
             return {"weight": step.entry.format.dequantize(tensors)}
         options = {"amax": amax, "input_scale": recipe.input_scale, "exact": recipe.exact(target)}
-        return fast.requantize(step.entry.format, tensors, target, **options, out=out)
+        return self._kernels(step).requantize(step.entry.format, tensors, target, **options, out=out)
+
+    def _kernels(self, step: Step) -> ModuleType:
+        """The module that computes it, with the same bytes: `fast`, or `on_gpu` for what that takes, if asked for."""
+        on_device = self.device == "cuda" and on_gpu.takes(step.entry.format, self.recipe.searching(step.target))
+        return on_gpu if on_device else fast
 
     def _amax(self, step: Step) -> float:
         """That of all layers fused with this one."""

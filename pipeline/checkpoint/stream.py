@@ -51,6 +51,8 @@ class Options:
     workers: int = field(default_factory=lambda: min(MAX_WORKERS, num_cores()))
     direct: bool = True
     """Whether large files bypass the page cache."""
+    device: str = "cpu"
+    """cuda: on the GPU what `pipeline.formats.on_gpu` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class _Run:
         self.plan, self.shards, self.out, self.scratch, self.options = plan, shards, out, scratch, options
         self.flow = Flow()
         self.pool = BlockPool()
-        self.arithmetic = Arithmetic(plan.recipe, Amaxes(self.flow, plan.steps))
+        self.arithmetic = Arithmetic(plan.recipe, Amaxes(self.flow, plan.steps), options.device)
         self.files: dict[int, ShardFile] = {}
         self.published = 0
         buffers = (allocate(UNIT_BYTES + SLACK) for _ in range(options.workers + SPARE))

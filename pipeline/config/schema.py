@@ -17,6 +17,7 @@ from pipeline.models.arch import HF_FIELDS
 
 __all__ = [
     "Config",
+    "ConvertConfig",
     "EngineConfig",
     "ExecutorConfig",
     "HwConfig",
@@ -52,6 +53,7 @@ ALARM_SQNR_DB = {
 }  # fmt: skip
 KV_FORMATS = ("bf16", "fp8", "nvfp4")
 ENGINES = ("torch", "trtllm")
+DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
 COMPILERS = ("auto", "aoti", "export")
 EXECUTORS = ("inline", "local")
@@ -195,6 +197,14 @@ class SloConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class ConvertConfig:
+    """How `convert` computes. Nothing here can change a byte, so none of it enters a stage's key."""
+
+    device: str = limited("cpu", one_of=DEVICES)
+    """cuda: FP8 blocks become NVFP4 (nvfp4_scale_search=amax) on the GPU, everything else on the CPU as ever."""
+
+
+@dataclass(slots=True, kw_only=True)
 class VerifyConfig:
     """The gate between convert and engine."""
 
@@ -227,7 +237,7 @@ class VerifyConfig:
 class TorchEngineConfig:
     """Compiled torch engine."""
 
-    device: str = limited("cpu", one_of=("cpu", "cuda"))
+    device: str = limited("cpu", one_of=DEVICES)
     """cpu or cuda."""
     dtype: str = limited("float32", one_of=DTYPES)
     """Type of activations, KV cache and dequantised weights."""
@@ -327,6 +337,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     slo: SloConfig = field(default_factory=SloConfig)
+    convert: ConvertConfig = field(default_factory=ConvertConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)

@@ -27,7 +27,7 @@ from pipeline.formats.nvfp4 import Nvfp4
 from pipeline.formats.nvfp4_search import REACH, last_code, unit_scale
 from pipeline.formats.row_errors import RowErrors, row_errors
 
-__all__ = ["amax", "errors", "requantize"]
+__all__ = ["amax", "errors", "filled", "requantize"]
 
 Tensors = Mapping[str, Array]
 Outputs = dict[str, Array]
@@ -56,7 +56,7 @@ def requantize(
             return made
     weight = source.dequantize(tensors)
     made = target.quantize(weight if exact else weight.astype(BF16), amax=amax, input_scale=input_scale)
-    return {suffix: _into(call.out.get(suffix), array) for suffix, array in made.items()}
+    return filled(call.out, made)
 
 
 def amax(source: Format, tensors: Tensors, *, exact: bool = False) -> float:
@@ -75,6 +75,14 @@ def errors(source: Format, before: Tensors, target: Format, after: Tensors, limi
     result = RowErrors.empty(_shape(source, before)[0])
     kernels.errors(wanted, got, limit, result.signal, result.noise, result.max_abs, result.clipped)
     return result
+
+
+def filled(out: Tensors, made: Outputs) -> Outputs:
+    """The arrays of `out` with what was made, by suffix; what was made where `out` has none."""
+    given = {suffix: out[suffix] for suffix in made if suffix in out}
+    for suffix, array in given.items():
+        array[...] = made[suffix]
+    return made | given
 
 
 def describe(item: Format, tensors: Tensors) -> Any | None:
@@ -144,13 +152,6 @@ def _plain_int4(item: Int4Awq) -> bool:
     return item.group_size == 128 and not item.scale_rounding
 
 
-def _into(given: Array | None, made: Array) -> Array:
-    if given is None:
-        return made
-    given[...] = made
-    return given
-
-
 def _by_kernel(kernels: Any, stored: Any, call: Call, shape: tuple[int, int]) -> Outputs | None:
     """The target's tensors; None where there is no kernel for it or the shape does not fit."""
     make = _KERNELS.get(type(call.target))
@@ -170,7 +171,7 @@ def _fp8(kernels: Any, stored: Any, call: Call, n: int, k: int) -> Outputs:
     made = {"weight": call.array("weight", (n, k), E4M3)}
     kernels.fp8(stored, scale, made["weight"])
     scalar = {"weight_scale": np.array(scale), "input_scale": np.array(call.input_scale, np.float32)}
-    return made | {suffix: _into(call.out.get(suffix), array) for suffix, array in scalar.items()}
+    return made | filled(call.out, scalar)
 
 
 def _fp8_channel(kernels: Any, stored: Any, call: Call, n: int, k: int) -> Outputs:
@@ -203,7 +204,7 @@ def _int4(kernels: Any, stored: Any, call: Call, n: int, k: int) -> Outputs:
     }
     kernels.int4(stored, made["weight"], made["weight_scale"])
     rest = {"pre_quant_scale": np.ones(k, BF16)} | (scalars(call.amax, call.input_scale) if target.tensor_scale else {})
-    return made | {suffix: _into(call.out.get(suffix), array) for suffix, array in rest.items()}
+    return made | filled(call.out, rest)
 
 
 def _nvfp4(kernels: Any, stored: Any, call: Call, n: int, k: int) -> Outputs:
@@ -222,7 +223,7 @@ def _nvfp4(kernels: Any, stored: Any, call: Call, n: int, k: int) -> Outputs:
     rest = {"weight_scale_2": np.array(scale_2)}
     if target.static_input:
         rest["input_scale"] = np.array(call.input_scale, np.float32)
-    return made | {suffix: _into(call.out.get(suffix), array) for suffix, array in rest.items()}
+    return made | filled(call.out, rest)
 
 
 _KERNELS: dict[type, Callable[..., Outputs]] = {

@@ -32,16 +32,26 @@ def toolchain(config: Config) -> dict[str, str]:
     return {name: metadata.version(name) for name in ("numpy", "ml_dtypes")}
 
 
+def requires(config: Config, checkpoint: Path | None) -> None:
+    """A GPU and torch, if convert.device asks for them; its kernels use instructions of sm_80."""
+    from pipeline.core.gpu import require_cuda
+
+    if config.convert.device == "cuda":
+        require_cuda("convert.device", (8, 0), "set convert.device=cpu, which gives the same bytes.")
+
+
 STAGE = Stage(
     name="convert",
     version=1,
+    config=(),  # not `convert`: on either device the bytes are the same
     needs=(Need(stage="plan", path="precision.json"),),
     reads_checkpoint="all",
     code=(
         "pipeline/stages/convert.py", "pipeline/checkpoint", "pipeline/formats", "pipeline/layouts", "pipeline/native/src",
-        "pipeline/models/arch.py",
+        "pipeline/models/arch.py", "plugins/nvfp4_convert", "plugins/nvrtc.py",
     ),
     toolchain=toolchain,
+    requires=requires,
     run="pipeline.stages.convert:run",
     resumable=True,
 )
@@ -69,7 +79,7 @@ def run(ctx: StageContext) -> None:
 def write_shards(ctx: StageContext, plan: ConversionPlan, journal: Journal) -> None:
     """Write the shards that the journal does not vouch for."""
     from pipeline import native
-    from pipeline.checkpoint.stream import Finished, convert_shards
+    from pipeline.checkpoint.stream import Finished, Options, convert_shards
 
     keys = {shard.name: shard_key(plan, shard) for shard in plan.shards}
     todo = [shard for shard in plan.shards if not journal.holds(shard, keys[shard.name])]
@@ -78,8 +88,9 @@ def write_shards(ctx: StageContext, plan: ConversionPlan, journal: Journal) -> N
         ctx.progress.note(f"{kept} of {len(plan.shards)} shards are finished from an earlier run")
     if todo:
         native.say_if_slow(ctx.progress.note)
+    options = Options(device=ctx.config.convert.device)
     ctx.progress.start(sum(shard.num_source_bytes for shard in todo), "B")
-    with closing(convert_shards(plan, todo, ctx.out, journal.folder)) as events:
+    with closing(convert_shards(plan, todo, ctx.out, journal.folder, options)) as events:
         for event in events:
             if isinstance(event, Finished):
                 _require_unchanged(plan, event.shard, keys[event.shard.name])

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pipeline.config.schema import VerifyConfig
+from pipeline.config.schema import ConvertConfig, VerifyConfig
 from pipeline.core.stage import StageContext
 
 __all__ = ["LINEAR", "Notes", "convert", "recipe", "verify"]
@@ -42,7 +42,7 @@ def recipe(default: str, **formats: str) -> dict[str, Any]:
     return {"formats": dict.fromkeys(LINEAR, default) | formats, "kv_cache": "fp8", "input_scale": 1.0}
 
 
-def convert(checkpoint: Path, work: Path, table: dict[str, Any], progress: Notes | None = None) -> Path:
+def convert(checkpoint: Path, work: Path, table: dict[str, Any], progress: Notes | None = None, **config: Any) -> Path:
     """Convert into `work`/out; what is there stays, as after an interruption."""
     from pipeline.stages.convert import run
 
@@ -50,9 +50,9 @@ def convert(checkpoint: Path, work: Path, table: dict[str, Any], progress: Notes
     (work / "plan" / "precision.json").write_text(json.dumps(table))
     out = work / "out"
     out.mkdir(exist_ok=True)
-    config: Any = SimpleNamespace()
+    settings: Any = SimpleNamespace(convert=ConvertConfig(**config))
     inputs = {"plan": work / "plan"}
-    run(StageContext(config=config, inputs=inputs, checkpoint=checkpoint, out=out, progress=progress or Notes()))
+    run(StageContext(config=settings, inputs=inputs, checkpoint=checkpoint, out=out, progress=progress or Notes()))
     return out
 
 

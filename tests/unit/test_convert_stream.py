@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pipeline.checkpoint.tasks import ROWS, TaskCutter
 from pipeline.core import filehash
 from pipeline.core.errors import ConfigError, StageError
 from pipeline.core.store import describe_tree
+from pipeline.formats import on_gpu
 from pipeline.formats.numerics import BF16, E4M3
 from tests._utils import random_checkpoint
 from tests._utils.killing import small_steps
@@ -57,6 +59,16 @@ def stream(source: Path, out: Path, table: dict[str, Any], options: Options) -> 
         finished = [event for event in events if isinstance(event, Finished)]
     assert {event.shard.name: event.facts for event in finished} == describe_tree(out)
     return shards_of(out)
+
+
+def noted(ran: set[str], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which adds to `ran` its name and those of the formats it is called with."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        ran.add(f"{function.__name__} {' '.join(item.name for item in args[::2] if not isinstance(item, dict))}")
+        return function(*args, **options)
+
+    return call
 
 
 class TestBytes:
@@ -97,6 +109,27 @@ class TestBytes:
         monkeypatch.setattr(directio.os, "open", refuse)
         with small_steps():
             assert stream(source, tmp_path / "c", recipe("fp8"), Options(1)) == wanted
+
+    @pytest.mark.parametrize("mode", ["modelopt", "exact"])
+    @pytest.mark.parametrize("search", ["amax", "mse"])
+    def test_they_do_not_depend_on_the_device(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, search: str, mode: str
+    ) -> None:
+        pytest.importorskip("torch", reason="the GPU's ops are torch's")
+        # No GPU is needed for what is tested here, the way to the ops and back: on the CPU they are the numpy reference.
+        # That their kernels give its bytes is tested in test_plugins_nvfp4_convert.py.
+        monkeypatch.setattr(on_gpu, "DEVICE", "cpu")
+        ran: set[str] = set()
+        for name in ("amax", "requantize"):
+            monkeypatch.setattr(on_gpu, name, noted(ran, getattr(on_gpu, name)))
+        formats = {"attention": "fp8_block", "o_proj": "w4a8_nvfp4_fp8", "mtp": "bf16", "shared_experts": "w4a16_nvfp4"}
+        table = recipe("nvfp4", **formats) | {"nvfp4_scale_search": search, "nvfp4_mode": mode}
+        wanted = shards_of(convert(source, tmp_path / "cpu", table))
+        assert not ran
+        with small_steps(task=64 << 10, unit=64 << 10):
+            assert shards_of(convert(source, tmp_path / "cuda", table, device="cuda")) == wanted
+        here = {"amax fp8_block", "requantize fp8_block nvfp4", "requantize fp8_block w4a16_nvfp4"}
+        assert ran == (here if search == "amax" else set())
 
     @pytest.mark.parametrize("unit", [1, 1 << 20])
     def test_the_true_amax_decides_although_the_bound_is_larger(self, copy: Path, tmp_path: Path, unit: int) -> None:

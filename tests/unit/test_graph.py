@@ -9,7 +9,10 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +27,6 @@ from pipeline.core.lock import held
 from pipeline.core.source import Source, find_source
 from pipeline.core.stage import Need, Progress, Stage, StageContext
 from pipeline.core.store import SCHEMA, Store, describe_tree
-from pipeline.engines.torch.gpu import compute_capabilities
 from pipeline.executors import StageCall, StageOutcome
 from pipeline.stages import STAGES as REAL_STAGES
 from tests._utils import random_checkpoint
@@ -252,11 +254,40 @@ def test_only_an_engine_on_a_gpu_is_not_the_same_bytes_each_time() -> None:
     assert engine.determinism(load(["+hw=h200", *cuda])) == "numeric"
 
 
-@pytest.mark.skipif(bool(compute_capabilities()), reason="there is a GPU")
-def test_a_cuda_engine_is_refused_before_anything_is_converted() -> None:
-    with pytest.raises(MissingToolError, match=r"engine\.torch\.device=cuda needs a GPU, and this machine offers none"):
-        REAL_STAGES["engine"].requires(load(["+hw=rtx_pro_6000"]), None)
-    REAL_STAGES["engine"].requires(load(["+hw=b200"]), None)
+@pytest.mark.parametrize(
+    ("found", "torch", "refusal"),
+    [
+        ((), "2.13.0", "{0}=cuda needs a GPU, and this machine offers none: .*set {0}=cpu"),
+        (((9, 0),), None, "{0}=cuda needs torch, which is not installed: pip install .*, or set {0}=cpu"),
+        (((9, 0),), "2.13.0+cpu", r"torch 2\.13\.0\+cpu is built without CUDA: .* set {0}=cpu"),
+        (((7, 0), (7, 5)), "2.13.0", "The GPU is sm_75, below sm_[89]0 of the kernels: set {0}=cpu"),
+        (((7, 5), (9, 0)), "2.13.0", None),
+    ],
+)
+@pytest.mark.parametrize(
+    ("stage", "field", "config"),
+    [("convert", "convert.device", ["+hw=cpu", "convert.device=cuda"]), ("engine", "engine.torch.device", ["+hw=rtx_pro_6000"])],
+)
+def test_a_gpu_that_is_not_usable_is_refused_before_anything_is_converted(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[Any, ...], torch: str | None, refusal: str | None, stage: str, field: str,
+    config: list[str],
+) -> None:  # fmt: skip
+    def version(name: str) -> str:
+        if torch is None:
+            raise metadata.PackageNotFoundError(name)
+        return torch
+
+    monkeypatch.setattr("pipeline.core.gpu.compute_capabilities", lambda: found)
+    monkeypatch.setattr("pipeline.core.gpu.metadata.version", version)
+    REAL_STAGES[stage].requires(load(["+hw=b200"]), None)
+    expected = pytest.raises((MissingToolError, ConfigError), match=refusal.format(field)) if refusal else nullcontext()
+    with expected:
+        REAL_STAGES[stage].requires(load(config), None)
+
+
+def test_where_the_conversion_is_computed_is_not_in_its_key() -> None:
+    cpu, cuda = (key_parts(REAL_STAGES["convert"], load(["+hw=cpu", f"convert.device={name}"]), {}) for name in ("cpu", "cuda"))
+    assert cpu == cuda and "plugins/nvfp4_convert/kernel.cu" in cpu["code"]
 
 
 def test_a_text_or_torch_that_verify_lacks_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.core.errors import ConfigError
 from pipeline.formats import get_format
+from pipeline.formats.fast import requantize
 from pipeline.formats.numerics import BF16, E4M3
 from tests._utils.cuda_on_cpu import CudaOnCpu
 
@@ -91,6 +92,20 @@ def test_kernels_vs_reference(kernels: tuple[bool, CudaOnCpu], scales: str, shap
         assert weight_scale_2[index] == wanted["weight_scale_2"]
         np.testing.assert_array_equal(weight_scale[index], wanted["weight_scale"].view(np.uint8))
         np.testing.assert_array_equal(weight[index], wanted["weight"])
+
+
+@pytest.mark.parametrize("factor", [1.0037, 3.7], ids=["not in BF16", "of a fused layer"])
+def test_kernel_with_the_amax_of_others(kernels: tuple[bool, CudaOnCpu], factor: float) -> None:
+    exact, source = kernels
+    codes, scale_inv = case("normal", "ordinary", (130, 272))
+    tensors = {"weight": codes.view(E4M3), "weight_scale_inv": scale_inv}
+    amax = np.full(1, get_format("fp8_block").amax(tensors) * factor, np.float32)
+    target = get_format("nvfp4")
+    wanted = requantize(get_format("fp8_block"), tensors, target, amax=float(amax[0]), input_scale=1.0, exact=exact)
+    made = np.zeros((130, 136), np.uint8), np.zeros((130, 17), np.uint8), np.zeros(1, np.float32)
+    source.launch("fp8_block_to_nvfp4", (3, 2, 1), op.THREADS, codes, scale_inv, amax, *made, 130, 272)
+    for suffix, array in zip(("weight", "weight_scale", "weight_scale_2"), made, strict=True):
+        assert array.tobytes() == wanted[suffix].tobytes(), suffix
 
 
 DEVICES = [

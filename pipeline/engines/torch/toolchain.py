@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.core.errors import ConfigError, MissingToolError
-from pipeline.engines.torch.gpu import compute_capabilities
+from pipeline.core.gpu import require_cuda
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -50,18 +50,10 @@ def requires(config: Config) -> None:
         return
     if settings.dtype != "bfloat16":
         raise ConfigError(f"engine.torch.dtype={settings.dtype} is not for device=cuda: set engine.torch.dtype=bfloat16.")
-    if not (found := compute_capabilities()):
-        raise MissingToolError(
-            "engine.torch.device=cuda needs a GPU, and this machine offers none: an engine is compiled on the kind of GPU that "
-            "runs it. Build it there, or set engine.torch.device=cpu engine.torch.dtype=float32; convert and verify need no GPU."
-        )
-    if (version := metadata.version("torch")).endswith("+cpu"):
-        raise MissingToolError(
-            f"torch {version} is built without CUDA: install a CUDA build of torch, or set engine.torch.device=cpu."
-        )
-    if max(found) < (9, 0):
-        major, minor = max(found)
-        raise ConfigError(f"The GPU is sm_{major}{minor}, below sm_90 of the engine's kernels: set engine.torch.device=cpu.")
+    require_cuda(
+        "engine.torch.device", (9, 0), "an engine is compiled on the kind of GPU that runs it. Build it there, or set "
+        "engine.torch.device=cpu engine.torch.dtype=float32; convert and verify need no GPU.",
+    )  # fmt: skip
 
 
 def determinism(config: Config) -> Determinism:
