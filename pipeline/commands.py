@@ -178,7 +178,8 @@ def _dry_run(options: Options, console: Console) -> int:
     """Show what convert would do to each tensor. Problems make it exit with 2, as the conversion would."""
     from pipeline.checkpoint.dry_run import dry_run
     from pipeline.checkpoint.recipe import Recipe
-    from pipeline.stages.plan import make_plan, model_config
+    from pipeline.planner.plan import make_plan
+    from pipeline.stages.plan import model_config
 
     config = load(options.overrides, options.config_dir)
     root = _root(config)

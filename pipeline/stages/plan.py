@@ -14,17 +14,15 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.jsonio import write_json
 from pipeline.core.stage import Stage, StageContext
 from pipeline.models.arch import read_hf_config
-from pipeline.planner.page import page
-from pipeline.planner.plan import Plan, make_plan
-from pipeline.planner.render import render
-from pipeline.planner.search.choice import pictured
+from pipeline.share import share
 
-__all__ = ["STAGE", "Plan", "make_plan", "render", "run"]
+__all__ = ["STAGE", "model_config", "run"]
 
 
 def toolchain(config: Config) -> dict[str, str]:
-    """The content of files that are given by path."""
+    """The content of files that are given by path, and of the recipes that are compared."""
     files = {"workload.trace": config.workload.trace, "hw.topology": config.hw.topology}
+    files |= {f"conf/quant/{file.name}": str(file) for file in sorted((share("conf") / "quant").glob("*.yaml"))}
     return {name: sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file and Path(file).is_file()}
 
 
@@ -33,7 +31,10 @@ STAGE = Stage(
     version=1,
     config=("hw", "model.name", "model.checkpoint", "model.hf", "quant", "parallel", "workload", "slo", "engine"),
     reads_checkpoint="config",
-    code=("pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py", "pipeline/engines/trtllm/versions"),
+    code=(
+        "pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py", "pipeline/engines/trtllm/versions",
+        "pipeline/engines/trtllm/llm_args.py",
+    ),
     run="pipeline.stages.plan:run",
     toolchain=toolchain,
     light=True,
@@ -42,6 +43,10 @@ STAGE = Stage(
 
 def run(ctx: StageContext) -> None:
     """Write precision.json, deploy.json, report.json, report.html and its pictures."""
+    from pipeline.planner.page import page
+    from pipeline.planner.plan import make_plan
+    from pipeline.planner.search.choice import pictured
+
     plan = make_plan(ctx.config, model_config(ctx.config, ctx.checkpoint))
     for name in ("precision", "deploy", "report"):
         write_json(ctx.out / f"{name}.json", getattr(plan, name))

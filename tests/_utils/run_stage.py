@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.config.schema import ConvertConfig, VerifyConfig
 from pipeline.core.stage import StageContext
 
-__all__ = ["LINEAR", "Notes", "convert", "recipe", "verify"]
+__all__ = ["LINEAR", "Notes", "convert", "peak_rss", "recipe", "verify"]
 
 LINEAR = ("attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts", "mtp")
 
@@ -65,3 +65,9 @@ def verify(checkpoint: Path, converted: Path, out: Path, progress: Notes | None 
     inputs = {"convert": converted}
     run(StageContext(config=settings, inputs=inputs, checkpoint=checkpoint, out=out, progress=progress or Notes()))
     return json.loads((out / "report.json").read_text())
+
+
+def peak_rss() -> int:
+    """Bytes of this program's peak resident set; ru_maxrss would start at that of the process that forked it."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024

@@ -276,9 +276,9 @@ def test_memory_is_bounded_for_a_tensor_of_any_size(tmp_path: Path) -> None:
     arch = random_checkpoint.ARCH | EVEN | {"vocab_size": 1 << 20, "hidden_size": 256}
     source = write(tmp_path / "s", arch, 2, scale=1e-4)
     code = (
-        "import resource, sys; from pathlib import Path; from tests._utils.run_stage import *\n"
+        "import sys; from pathlib import Path; from tests._utils.run_stage import *\n"
         "convert(Path(sys.argv[1]), Path(sys.argv[2]), recipe('nvfp4', mtp='bf16'))\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+        "print(peak_rss())"
     )
     command = [sys.executable, "-c", code, str(source), str(tmp_path / "w")]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)

@@ -146,4 +146,4 @@ def test_another_trace_is_another_key(tmp_path):
     first = toolchain(config)
     trace(tmp_path, {"arrival": 0, "isl": 2, "osl": 1})
     assert first and toolchain(config) != first
-    assert toolchain(load(list(R1_B200))) == {}
+    assert "workload.trace" in first and "workload.trace" not in toolchain(load(list(R1_B200)))
