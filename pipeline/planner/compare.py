@@ -126,7 +126,9 @@ def _read(file: Path) -> dict[str, Any]:
     """A YAML file of LLM arguments; ConfigError where it is none."""
     try:
         args = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}. Give a YAML file of TensorRT-LLM's LLM arguments.") from error
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{file} cannot be read as YAML: {error}. Give a file of TensorRT-LLM's LLM arguments.") from error
     if not isinstance(args, dict):
         raise ConfigError(f"{file} holds {type(args).__name__}, not a table of LLM arguments such as tensor_parallel_size: 8.")

@@ -129,6 +129,12 @@ def _refuse(problems: list[str], case: Case | None = None) -> None:
 def _notes(case: Case, found: Found | None) -> list[str]:
     """What the request itself should be told."""
     notes = [f"{case.cut}."] if case.cut else []
+    if found and found.best.candidate.replicas > 1:
+        count, gpus = found.best.candidate.replicas, found.best.setup.layout.world_size
+        notes.append(
+            f"The package holds one instance, which takes {gpus} GPU{'s' if gpus > 1 else ''}: start {count} servers on it, each with "
+            f"GPUs of its own (CUDA_VISIBLE_DEVICES), behind one balancer, for the speed that is predicted."
+        )
     notes += [case.precision_note] if case.precision_note else []
     if any(value is not None for value in asdict(case.config.slo).values()):
         if found is None:

@@ -141,6 +141,11 @@ def test_prefill_and_decode_apart_use_no_more_than_the_hardware_has():
         assert used <= 16 and min(split.counts) >= 1
 
 
+def test_several_instances_are_said_to_be_several_servers():
+    warnings = " ".join(report("workload=long_document_32k", "hw.num_nodes=4")["warnings"])
+    assert "start 4 servers" in warnings or "start 8 servers" in warnings, warnings
+
+
 def test_where_nothing_fits_the_rules_speak():
     config = load(["+hw=h100", "model=deepseek_r1"])
     with pytest.raises(ConfigError, match=r"does not fit hw=h100.*\n.*num_nodes=2"):
