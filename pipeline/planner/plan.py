@@ -132,8 +132,8 @@ def _notes(case: Case, found: Found | None) -> list[str]:
     if found and found.best.candidate.replicas > 1:
         count, gpus = found.best.candidate.replicas, found.best.setup.layout.world_size
         notes.append(
-            f"The package holds one instance, which takes {gpus} GPU{'s' if gpus > 1 else ''}: start {count} servers on it, each with "
-            f"GPUs of its own (CUDA_VISIBLE_DEVICES), behind one balancer, for the speed that is predicted."
+            f"The package holds one instance, which takes {gpus} GPU{'s' if gpus > 1 else ''}: start {count} servers on it, "
+            f"each with GPUs of its own (CUDA_VISIBLE_DEVICES), behind one balancer, for the speed that is predicted."
         )
     notes += [case.precision_note] if case.precision_note else []
     if any(value is not None for value in asdict(case.config.slo).values()):
