@@ -4,7 +4,8 @@
     python scripts/plan_beside_recipes.py --recipes DIR [--markdown FILE] [--json FILE] [--quick]
 
 `DIR` holds files named MODEL__HW__ISLkOSLk_tpN_concC.yaml, as NVIDIA/TensorRT-LLM examples/configs/database has them as
-folders (MODEL/HW/1k1k_tp8_conc1024.yaml). Each is planned for the same GPUs, lengths and requests in flight.
+folders (MODEL/HW/1k1k_tp8_conc1024.yaml). Each is planned for the same GPUs, lengths and requests in flight. The InferenceX files of
+`benchmarks/inferencex/` hold what its configurations say of a generation instance (layout, batch, drafts); the rest is the engine's default.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def case_of(file: Path) -> Case:
         f"workload.osl={int(found['osl']) * 1024}", f"workload.concurrency={found['load']}", f"parallel.tp={found['tp']}",
     ]  # fmt: skip
     start = time.process_time()
+    per_node = load(settings).hw.num_devices
+    settings.append(f"hw.num_nodes={-(-int(found['tp']) // per_node)}")
     config = load(settings)
     return Case(file.stem, settings, compare_file(config, config.model.hf, file), time.process_time() - start)
 
