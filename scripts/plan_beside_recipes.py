@@ -4,8 +4,8 @@
     python scripts/plan_beside_recipes.py --recipes DIR [--markdown FILE] [--json FILE] [--quick]
 
 `DIR` holds files named MODEL__HW__ISLkOSLk_tpN_concC.yaml, as NVIDIA/TensorRT-LLM examples/configs/database has them as
-folders (MODEL/HW/1k1k_tp8_conc1024.yaml). Each is planned for the same GPUs, lengths and requests in flight. The InferenceX files of
-`benchmarks/inferencex/` hold what its configurations say of a generation instance (layout, batch, drafts); the rest is the engine's default.
+folders (MODEL/HW/1k1k_tp8_conc1024.yaml). Each is planned for the same GPUs, lengths and requests in flight. Files of
+`benchmarks/inferencex/` hold what InferenceX says of a generation instance; the rest is the engine's default.
 """
 
 from __future__ import annotations
