@@ -52,6 +52,8 @@ NOTES = {
     "kv_cache_config.dtype": "quant.kv_dtype",
     "kv_cache_config.enable_block_reuse": "the engine's default is left: reuse on",
 }
+MOST_VALUES = 100_000
+"""In one file; the published ones have under 100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +130,27 @@ def _read(file: Path) -> dict[str, Any]:
         args = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}. Give a YAML file of TensorRT-LLM's LLM arguments.") from error
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read as YAML: {error}. Give a file of TensorRT-LLM's LLM arguments.") from error
     if not isinstance(args, dict):
         raise ConfigError(f"{file} holds {type(args).__name__}, not a table of LLM arguments such as tensor_parallel_size: 8.")
+    _require_plain(args, file)
     return args
+
+
+def _require_plain(args: Mapping[Any, Any], file: Path) -> None:
+    """No key but names, no more than MOST_VALUES: anchors let a short file hold itself, or billions of values."""
+    values: list[Any] = [args]
+    for value in values:  # which grows
+        if isinstance(value, Mapping):
+            odd = [key for key in value if not isinstance(key, str)]
+            if odd:
+                raise ConfigError(f"{file} has the key {odd[0]!r}: keys are names of LLM arguments, such as tensor_parallel_size.")
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+        if len(values) > MOST_VALUES:
+            raise ConfigError(f"{file} holds more than {MOST_VALUES:,} values, or itself: LLM arguments are a short table.")
 
 
 def compare(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.core.errors import ConfigError
 from pipeline.planner.setup import Layout, Setup
@@ -20,6 +20,7 @@ from pipeline.planner.setup import Layout, Setup
 __all__ = ["LEGACY", "ReadArgs", "read_llm_args"]
 
 Args = dict[str, Any]
+Absent = TypeVar("Absent", int, None)
 
 LEGACY = {
     "tp_size": "tensor_parallel_size",
@@ -38,6 +39,8 @@ LEGACY = {
 """Spelling of the command line or of earlier versions -> where the key lives now."""
 NEGATED = {"use_cuda_graph": "cuda_graph_config", "enable_overlap_scheduler": "disable_overlap_scheduler"}
 """Switches of earlier versions that are now something else: {} or null, and the opposite."""
+WIDEST, LARGEST = 4096, 2**31 - 1
+"""Ranks along one axis, and any other count."""
 KV_DTYPES = {"fp8": "fp8", "nvfp4": "nvfp4", "bfloat16": "bf16"}
 
 
@@ -56,10 +59,10 @@ def read_llm_args(args: Mapping[str, Any], base: Setup) -> ReadArgs:
     """`args` on the model, machine, formats, version and workload of `base`; what is absent is TensorRT-LLM's default.
 
     Raises:
-        ConfigError: if a value has the wrong type.
+        ConfigError: if a value has the wrong type, or is out of all bounds.
     """
-    flat, renamed = _migrated(args)
     try:
+        flat, renamed = _migrated(args)
         return ReadArgs(_setup(flat, base), tuple(renamed), tuple(_unknown(flat)))
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"The LLM arguments cannot be read: {error}. Keys and types are those of tensorrt_llm.LLM.") from error
@@ -107,27 +110,28 @@ def _known_keys() -> dict[str, Any]:
 
 def _setup(args: Args, base: Setup) -> Setup:
     kv, moe, spec = (args.get(name) or {} for name in ("kv_cache_config", "moe_config", "speculative_config"))
-    tp = int(args.get("tensor_parallel_size", 1))
+    tp = _count(args, "tensor_parallel_size", 1, WIDEST)
     adp = bool(args.get("enable_attention_dp", False))
-    ep = args.get("moe_expert_parallel_size") or tp // (args.get("moe_tensor_parallel_size") or tp)
+    moe_tp = _count(args, "moe_tensor_parallel_size", tp, WIDEST)
+    ep = _count(args, "moe_expert_parallel_size", max(1, tp // moe_tp), WIDEST)
     balancer = moe.get("load_balancer")
     return Setup(
         arch=base.arch, hw=base.hw, formats=base.formats, stored_as=base.stored_as, model=base.model, version=base.version,
         isl=base.isl, osl=base.osl, concurrency=base.concurrency, role=base.role,
-        layout=Layout(tp, max(1, int(ep)), adp and tp > 1, int(args.get("pipeline_parallel_size", 1))),
+        layout=Layout(tp, ep, adp and tp > 1, _count(args, "pipeline_parallel_size", 1, WIDEST)),
         kv_format=KV_DTYPES.get(str(kv.get("dtype")), base.kv_format),
-        mtp=int(spec.get("max_draft_len") or spec.get("num_nextn_predict_layers") or 0),
+        mtp=_count(spec, "max_draft_len", 0) or _count(spec, "num_nextn_predict_layers", 0),
         moe_backend=str(moe.get("backend") or _default_backend(base)),
-        moe_max_num_tokens=moe.get("max_num_tokens"),
-        expert_slots=balancer.get("num_slots") if isinstance(balancer, Mapping) else None,
-        max_batch_size=int(args.get("max_batch_size", 2048)),
-        max_num_tokens=int(args.get("max_num_tokens", 8192)),
-        max_seq_len=args.get("max_seq_len"),
+        moe_max_num_tokens=_count(moe, "max_num_tokens", None),
+        expert_slots=_count(balancer, "num_slots", None) if isinstance(balancer, Mapping) else None,
+        max_batch_size=_count(args, "max_batch_size", 2048),
+        max_num_tokens=_count(args, "max_num_tokens", 8192),
+        max_seq_len=_count(args, "max_seq_len", None),
         **_graphs(args),
-        fraction=float(kv.get("free_gpu_memory_fraction", 0.9)),
+        fraction=_share(kv, "free_gpu_memory_fraction", 0.9),
         chunked_prefill=bool(args.get("enable_chunked_prefill", False)),
         block_reuse=bool(kv.get("enable_block_reuse", True)),
-        tokens_per_block=kv.get("tokens_per_block"),
+        tokens_per_block=_count(kv, "tokens_per_block", None),
         attention_backend=str(args.get("attn_backend", "TRTLLM")),
         overlap=not args.get("disable_overlap_scheduler", False),
         relaxed_acceptance=bool(spec.get("use_relaxed_acceptance_for_thinking", False)),
@@ -138,17 +142,43 @@ def _setup(args: Args, base: Setup) -> Setup:
 
 def _graphs(args: Args) -> Args:
     """Absent: on, up to 128; null: off."""
-    config = args.get("cuda_graph_config", {"max_batch_size": min(128, int(args.get("max_batch_size", 128)))})
+    config = args.get("cuda_graph_config", {"max_batch_size": min(128, _count(args, "max_batch_size", 128))})
     piecewise = args.get("prefill_cuda_graph_backend") == "piecewise"
     piecewise |= bool((args.get("torch_compile_config") or {}).get("enable_piecewise_cuda_graph"))
     if config is None:
         return {"graph_batch": 0, "piecewise": piecewise}
-    sizes = tuple(int(size) for size in config.get("batch_sizes") or ())
-    largest = config.get("max_batch_size") or max(sizes, default=128)
+    sizes = tuple(_count({"batch_sizes": size}, "batch_sizes", 1) for size in config.get("batch_sizes") or ())
+    largest = _count(config, "max_batch_size", max(sizes, default=128))
     return {
-        "graph_batch": int(largest), "graph_sizes": sizes, "graph_padding": bool(config.get("enable_padding", False)),
+        "graph_batch": largest, "graph_sizes": sizes, "graph_padding": bool(config.get("enable_padding", False)),
         "piecewise": piecewise,
     }  # fmt: skip
+
+
+def _count(section: Mapping[str, Any], name: str, absent: Absent, most: int = LARGEST) -> int | Absent:
+    """A whole number from 1 to `most`; None, 0 and -1 are how TensorRT-LLM spells an absent one.
+
+    Raises:
+        ValueError: on anything else.
+    """
+    value = section.get(name)
+    if value is None or value in (0, -1):
+        return absent
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = 0
+    if not 1 <= number <= most:
+        raise ValueError(f"{name}={value!r} is not a whole number from 1 to {most:,}")
+    return number
+
+
+def _share(section: Mapping[str, Any], name: str, absent: float) -> float:
+    """Above 0, up to 1; ValueError if not."""
+    value = float(section.get(name, absent))
+    if not 0 < value <= 1:
+        raise ValueError(f"{name}={value} is not above 0 and up to 1")
+    return value
 
 
 def _default_backend(base: Setup) -> str:

@@ -245,7 +245,24 @@ def test_a_users_file_is_set_beside_the_plan_and_predicted(tmp_path):
     assert yaml.safe_load(yaml.safe_dump(found.plain()))["renamed"]
 
 
-@pytest.mark.parametrize(("text", "sentence"), [("[1]", "holds list"), ("a: [", "cannot be read as YAML")])
+BOMB = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+NO_ARGUMENTS = [
+    ("[1]", "holds list"),
+    ("a: [", "cannot be read as YAML"),
+    ("a: " + "[" * 3000 + "]" * 3000, "cannot be read as YAML"),
+    ("a: &a\n  b: *a\n", "or itself"),
+    (BOMB, "more than 100,000 values"),
+    ("5: 2", "the key 5"),
+    ("pytorch_backend_config: hello", "cannot be read"),
+    ("tensor_parallel_size: eight", "tensor_parallel_size='eight' is not a whole number from 1 to 4,096"),
+    ("tensor_parallel_size: 8\nmoe_tensor_parallel_size: -3", "moe_tensor_parallel_size=-3"),
+    ("max_seq_len: [1]", r"max_seq_len=\[1\] is not"),
+    ("max_batch_size: .inf", "max_batch_size=inf is not"),
+    ("kv_cache_config: {free_gpu_memory_fraction: 9}", "free_gpu_memory_fraction=9.0 is not"),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), NO_ARGUMENTS)
 def test_a_file_that_is_no_table_is_refused(tmp_path, text, sentence):
     file = tmp_path / "theirs.yaml"
     file.write_text(text, encoding="utf-8")
