@@ -23,7 +23,7 @@ import numpy as np
 
 from pipeline.models.arch import Arch
 from pipeline.planner.overhead import Amount, engine_bytes
-from pipeline.planner.params import Part, block_of, embedding_parts, layer_parts, mtp_parts
+from pipeline.planner.params import Part, block_of, embedding_parts, layer_parts, mtp_layer
 from pipeline.planner.setup import Layout, Setup
 
 __all__ = [
@@ -166,7 +166,8 @@ def _weights(setup: Setup, shards: Shares, layers: range, *, first: bool, last: 
             add(part, len(alike))
     if setup.mtp and last:
         fmt = formats.get("mtp", "bf16")
-        weights["mtp"] = sum(shards.bytes(part, fmt) for part in mtp_parts(arch, stored=False))
+        layer = sum(shards.bytes(part, fmt) for part in mtp_layer(arch, stored=False))
+        weights["mtp"] = layer * arch.num_nextn_predict_layers
     return weights
 
 

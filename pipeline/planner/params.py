@@ -14,7 +14,7 @@ from pipeline.models.arch import Arch
 
 __all__ = [
     "CLASSES", "LINEAR_CLASSES", "STORAGE", "Part", "Storage", "block_of", "counted_parts", "embedding_parts", "layer_parts",
-    "main_parts", "mtp_parts", "num_params", "stored_bytes",
+    "main_parts", "mtp_layer", "num_params", "stored_bytes",
 ]  # fmt: skip
 
 LINEAR_CLASSES = ("attention", "o_proj", "dense_mlp", "shared_experts", "routed_experts")
@@ -152,16 +152,12 @@ def counted_parts(arch: Arch) -> list[tuple[Part, int]]:
     return counted
 
 
-def mtp_parts(arch: Arch, *, stored: bool) -> list[Part]:
-    """The MTP layers. As `stored` each brings its own copy of embedding and head; an engine shares the main model's."""
+def mtp_layer(arch: Arch, *, stored: bool) -> list[Part]:
+    """One MTP layer; all are alike. As `stored` it brings its own copy of embedding and head; an engine shares the main model's."""
     hidden = arch.hidden_size
     copies = [Part(cls, cls, arch.vocab_size, hidden) for cls in ("embed", "lm_head")] if stored else []
     own = [Part("mtp", "eh_proj", hidden, 2 * hidden), Part("norm", "enorm, hnorm, shared_head.norm", hidden, count=3)]
-    return [
-        part
-        for layer in range(arch.num_hidden_layers, arch.num_stored_layers)
-        for part in [*layer_parts(arch, layer), *own, *copies]
-    ]
+    return [*layer_parts(arch, arch.num_hidden_layers), *own, *copies]
 
 
 def num_params(parts: list[Part]) -> int:
@@ -174,5 +170,6 @@ def stored_bytes(arch: Arch, formats: Mapping[str, str]) -> dict[str, int]:
     sizes = dict.fromkeys(CLASSES, 0)
     for part in main_parts(arch):
         sizes[part.cls] += part.bytes(formats.get(part.cls, "bf16"))
-    sizes["mtp"] += sum(part.bytes(formats.get("mtp", "bf16")) for part in mtp_parts(arch, stored=True))
+    layer = sum(part.bytes(formats.get("mtp", "bf16")) for part in mtp_layer(arch, stored=True))
+    sizes["mtp"] += layer * arch.num_nextn_predict_layers
     return sizes

@@ -168,7 +168,7 @@ def _of_trace(requests: Sequence[Request], workload: WorkloadConfig, tpot: float
 def _peak(requests: Sequence[Request], tpot: float) -> int:
     """Most requests in flight at once, if each takes `tpot` seconds a token."""
     events = [(item.arrival, 1) for item in requests] + [(item.arrival + item.osl * tpot, -1) for item in requests]
-    running = most = 0
+    running, most = 0, 1
     for _, change in sorted(events):
         running += change
         most = max(most, running)
@@ -178,8 +178,8 @@ def _peak(requests: Sequence[Request], tpot: float) -> int:
 def _request(line: str, where: str, number: int) -> Request:
     try:
         row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is no JSON ({error.msg}): write one object a line.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is no JSON ({error}): write one object a line.") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where} is no JSON object such as {json.dumps(EXAMPLE)}.")
     if unknown := sorted(row.keys() - {"arrival", "isl", "osl", "session"}):

@@ -164,3 +164,8 @@ def test_planning_needs_no_torch():
         "c = load(['+hw=b200', 'model=deepseek_r1']); make_plan(c, c.model.hf); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_each_mtp_layer_counts_once():
+    none, one, many = (stored_bytes(Arch.from_hf({**R1, "num_nextn_predict_layers": n}), FP8)["mtp"] for n in (0, 1, 7))
+    assert none == 0 and many == 7 * one > 7 * 10e9

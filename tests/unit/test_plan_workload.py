@@ -87,10 +87,17 @@ def test_a_trace_gives_lengths_peak_and_conversations(tmp_path):
     assert hit_rate(demand.requests, ENDLESS, 32) == pytest.approx(128 / 600)
 
 
+def test_a_request_whose_end_is_lost_in_rounding_is_still_one(tmp_path):
+    file = trace(tmp_path, {"arrival": 1e300, "isl": 300, "osl": 100})
+    assert demand_of(load([*R1_B200, "workload=custom_trace", f"workload.trace={file}"]).workload).concurrency == 1
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
         ("not json\n", "line 2 is no JSON"),
+        ("[" * 5000, "line 2 is no JSON"),
+        ('{"isl": ' + "1" * 5000, "line 2 is no JSON"),
         ([1, 2], "line 2 is no JSON object"),
         ({"arrival": 0, "isl": 0, "osl": 1}, "isl=0 must be a whole number"),
         ({"arrival": 0, "isl": 1.5, "osl": 1}, "isl=1.5"),

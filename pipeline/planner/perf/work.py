@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.models.arch import Arch
-from pipeline.planner.params import Part, counted_parts, layer_parts, mtp_parts
+from pipeline.planner.params import Part, counted_parts, layer_parts, mtp_layer
 from pipeline.planner.perf.case import Machine, PerfCase
 
 __all__ = ["KV_BYTES", "Array", "Columns", "columns", "imbalance", "touched"]
@@ -125,13 +125,13 @@ def _kernels(arch: Arch, table: Mapping[str, str]) -> float:
 
 
 def _draft(arch: Arch, table: Mapping[str, str], tp: int, ep: int, attention_dp: bool) -> tuple[float, float]:
-    """Bytes of an MTP layer on one rank: what every draft reads, and one routed expert's share."""
+    """Bytes of the MTP layers on one rank: what every draft reads, and one routed expert's share."""
     fmt = table.get("mtp", "bf16")
-    parts = mtp_parts(arch, stored=False)
+    parts, layers = mtp_layer(arch, stored=False), arch.num_nextn_predict_layers
     routed = [part for part in parts if part.cls == "routed_experts"]
     others = [part for part in parts if part.cls not in ("routed_experts", "norm")]
     dense = sum(part.bytes(fmt) / _ranks(part, tp, attention_dp) for part in others)
-    return dense, sum(part.bytes(fmt) / part.count for part in routed) * ep / tp
+    return dense * layers, sum(part.bytes(fmt) / part.count for part in routed) * layers * ep / tp
 
 
 class Columns(NamedTuple):
