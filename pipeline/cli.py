@@ -266,7 +266,7 @@ def _parse(words: list[str]) -> Options:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise ConfigError(f"--keep {text} is not a number: give how many results of each stage to keep.")
+        raise ConfigError(f"--keep {text} is not a number of 0 or more: give how many results of each stage to keep.")
     return int(text)
 
 

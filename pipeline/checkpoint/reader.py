@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,7 +90,9 @@ def read_tensor(info: TensorInfo) -> Array:
 
 def _size(file: Path) -> int:
     try:
-        return file.stat().st_size
+        if not stat.S_ISREG((facts := file.stat()).st_mode):
+            raise ConfigError(f"{file} is not a file: the checkpoint is incomplete, download it again.")
+        return facts.st_size
     except OSError as error:
         raise ConfigError(f"{file} is missing: the checkpoint is incomplete, download it again.") from error
 

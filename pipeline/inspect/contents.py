@@ -89,10 +89,10 @@ class Contents:
             raise ConfigError(f"{folder} is not a folder: name a Hugging Face checkpoint folder.")
         problems: list[Problem] = []
         config = _table(folder / "config.json", problems) or {}
-        quantisation = _table(folder / "hf_quant_config.json", problems)
-        if not config:
-            text = f"{folder} has no config.json: loaders cannot tell the architecture, and layers after the last not MTP."
+        if not config and not problems:
+            text = f"{folder} has no config.json with settings: loaders cannot tell the architecture, nor which layers are MTP."
             problems.append(Problem("no config", "", text))
+        quantisation = _table(folder / "hf_quant_config.json", problems)
         stored = _stored(folder, problems)
         modules = _modules(stored.tensors, whole(config, "num_hidden_layers") or NO_LAYERS)
         return cls(folder, config, quantisation, stored.shards, stored.tensors, stored.lost, modules, tuple(problems))

@@ -126,11 +126,12 @@ def _require_unchanged(plan: ConversionPlan, shard: OutputShard, key: str) -> No
 def _require_space(out: Path, shards: list[OutputShard]) -> None:
     """Refuse at once what would fail after hours."""
     from pipeline.core.errors import StageError
+    from pipeline.core.events import human_bytes
 
     wanted = sum(shard.num_bytes for shard in shards)
     free = shutil.disk_usage(out).free
     if wanted > free:
         raise StageError(
-            f"The converted checkpoint takes {wanted / 1e9:.1f} GB, but {out} has {free / 1e9:.1f} GB free: make room, "
+            f"The converted checkpoint takes {human_bytes(wanted)}, but {out} has {human_bytes(free)} free: make room, "
             f"or put the store elsewhere with store.root=DIR."
         )

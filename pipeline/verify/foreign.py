@@ -84,7 +84,7 @@ class Verdict:
 
 def verify_folder(folder: Path, source: Path | None, limits: VerifyConfig, progress: Progress) -> Verdict:
     """Read headers and scales of `folder`, compare its weights with `source` if there is one, and apply every rule."""
-    contents, origin = _open(folder), _open(source) if source else None
+    contents, origin = _open(folder), _source(source) if source else None
     errors, chosen, total, reason = _compare(contents, origin, limits, progress) if origin else ([], [], 0, "")
     scans = scan_scales(contents, _wanted(contents, chosen, limits.sample), progress)
     found = check(Subject(contents, origin, scans, errors, limits, reason))
@@ -94,6 +94,12 @@ def verify_folder(folder: Path, source: Path | None, limits: VerifyConfig, progr
         weights = Report(errors=errors, compared=sentence(len(chosen), total, limits.sample), failed=failed,
                          note="Logits were not compared: verify DIR looks at weights.")  # fmt: skip
     return Verdict(folder, source, tuple(found), weights, len(contents.tensors))
+
+
+@uncollected()
+def _source(folder: Path) -> Contents:
+    """Refused where there is nothing to compare with: a check that was asked for must not pass unmade."""
+    return Contents.open(folder)
 
 
 @uncollected()

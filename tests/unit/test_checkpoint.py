@@ -230,6 +230,12 @@ class TestSource:
         with pytest.raises(ConfigError, match=r"model-00003-of-00004\.safetensors is missing"):
             Checkpoint.open(copy)
 
+    def test_a_folder_in_the_place_of_a_shard(self, copy: Path) -> None:
+        (copy / "model-00003-of-00004.safetensors").unlink()
+        (copy / "model-00003-of-00004.safetensors").mkdir()
+        with pytest.raises(ConfigError, match=r"model-00003-of-00004\.safetensors is not a file"):
+            Checkpoint.open(copy)
+
     def test_an_index_that_places_a_tensor_elsewhere(self, copy: Path) -> None:
         edit_index(copy, lambda table: table.update({"lm_head.weight": "model-00001-of-00004.safetensors"}))
         with pytest.raises(ConfigError, match=r"holds lm_head\.weight, which .* places model-00001"):

@@ -24,7 +24,7 @@ from tests.conftest import Workspace
         (["plan", "--nope"], "There is no option --nope: known are --json"),
         (["plan", "--config-dir"], "--config-dir needs a value"),
         (["plan", "+hw=cpu", "--config-dir", "nowhere"], "--config-dir nowhere is not a folder"),
-        (["gc", "--keep", "x"], "--keep x is not a number"),
+        (["gc", "--keep", "x"], "--keep x is not a number"), (["gc", "--keep", "-1"], "--keep -1 is not a number of 0 or more"),
         (["gc", "quant=nvfp4"], "gc does not know quant=nvfp4"),
         (["plan", "--dry-run"], "plan has no --dry-run: only convert and gc have"),
         (["nope"], "There is no command nope"),

@@ -14,6 +14,7 @@ import pytest
 from pipeline.checkpoint.reader import read_tensor
 from pipeline.cli import main
 from pipeline.config.schema import VerifyConfig
+from pipeline.core.errors import ConfigError
 from pipeline.inspect.contents import Contents
 from pipeline.verify.foreign import Verdict, verify_folder
 from scripts.make_foreign_checkpoints import CONFIG, write_source
@@ -151,3 +152,36 @@ def test_undersized_scales_of_the_last_rank(source: Path, tmp_path: Path) -> Non
     info.file.write_bytes(bytes(raw))
     found = verify_folder(folder, source, VerifyConfig(), Notes())
     assert "clipped-weights" in broken(found) and CONFIG["num_hidden_layers"] == 2
+
+
+def test_rounded_int4_scales_clip_nothing(tmp_path: Path) -> None:
+    """AutoAWQ's scales are rounded, after the weights were: the largest weight may lie two roundings above 7 scales."""
+    source = ROOT / "pipeline" / "data" / "tiny_r1"
+    plain = dict.fromkeys(("attention", "o_proj", "mtp"), "bf16")
+    folder = convert(source, tmp_path, recipe("int4_awq", **plain) | {"layout": "autoawq"})
+    found = verify_folder(folder, source, VerifyConfig(), Notes())
+    assert "clipped-weights" not in broken(found) and found.exit_code == 0
+
+
+def test_an_empty_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has neither"):
+        verify_folder(FOREIGN / "modelopt_nvfp4", tmp_path, VerifyConfig(), Notes())
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"), [("{}", "no-config"), ("[]", "unreadable-config"), ("{", "unreadable-config")]
+)
+def test_a_config_is_missing_or_unreadable_not_both(source: Path, tmp_path: Path, config: str, rule: str) -> None:
+    folder = Path(shutil.copytree(source, tmp_path / "copy"))
+    (folder / "config.json").write_text(config)
+    assert {"no-config", "unreadable-config"} & broken(verify_folder(folder, None, VerifyConfig(), Notes())).keys() == {rule}
+
+
+def test_blocks_of_another_size_than_declared(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(ROOT / "pipeline" / "data" / "tiny_r1", tmp_path / "copy"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [64, 64]
+    (folder / "config.json").write_text(json.dumps(config))
+    found = verify_folder(folder, None, VerifyConfig(), Notes())
+    facts = [fault.fact for finding in found.findings for fault in finding.faults if finding.rule.id == "declared-otherwise"]
+    assert facts == ["config.json says weight_block_size [64, 64], the tensors show [128, 128]"] and found.exit_code == 4

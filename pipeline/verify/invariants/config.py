@@ -14,6 +14,7 @@ __all__ = ["RULES"]
 
 BY_GROUP = "compressed-tensors"
 BITS = {"nvfp4": 4, "nvfp4_weight_only": 4, "mxfp4": 4, "int4": 4, "awq": 4, "gptq": 4}
+FP8_BLOCK = [128, 128]
 Check = Callable[[Subject], Iterable[Fault]]
 
 
@@ -56,6 +57,9 @@ def _otherwise(subject: Subject, declared: Declaration) -> Iterator[Fault]:
             yield Fault("", f"{declared.file} says {', '.join(map(str, sorted(bits)))} bits, the tensors show {really}")
     elif declared.algorithm not in (MIXED, *shown) and subject.contents.modules:
         yield Fault("", f"{declared.file} says {declared.algorithm}, the tensors show {really}")
+    size = table_of(subject.contents.config.get("quantization_config")).get("weight_block_size")
+    if declared.file == "config.json" and "fp8_block" in formats and size not in (None, FP8_BLOCK):
+        yield Fault("", f"{declared.file} says weight_block_size {size}, the tensors show {FP8_BLOCK}")
 
 
 def _beside(subject: Subject, declared: Declaration) -> Iterator[Fault]:
