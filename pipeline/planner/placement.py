@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.planner.setup import Setup
 from pipeline.planner.topology import Topology, all_reduce, all_to_all, place, read
 
-__all__ = ["placement_report"]
+__all__ = ["placement_notes", "placement_report"]
 
 ACTIVATION_BYTES = 2
 """BF16, as collectives carry it unless told otherwise."""
@@ -35,6 +35,23 @@ def placement_report(setup: Setup) -> dict[str, Any] | None:
         "decode_step": _times(topology, setup, decode, before, after),
         "prefill_step": _times(topology, setup, setup.max_num_tokens, before, after),
     }
+
+
+def placement_notes(placement: dict[str, Any] | None, setup: Setup) -> list[str]:
+    """What `placement_report` shows of the node that the predicted speed does not know."""
+    if placement is None:
+        return []
+    gpus = {int(gpu) for gpu in placement["visible_devices"][0].split(",")}
+    wanted = min(setup.layout.world_size, setup.hw.num_devices)
+    if len(gpus) < wanted:
+        return [f"hw.topology shows {len(gpus)} of the {wanted} GPUs that the instance takes on a node: save it on such a node."]
+    largest = max(placement["nvlink_domains"], key=len)
+    if any(gpus <= set(domain) for domain in placement["nvlink_domains"]):
+        return []
+    return [
+        f"The instance's {wanted} GPUs are not in one NVLink domain of hw.topology, and the predicted speed takes them to be: "
+        f"expect less, or set parallel.tp={len(largest)} or less."
+    ]
 
 
 def _times(topology: Topology, setup: Setup, tokens: int, before: Sequence[int], after: Sequence[int]) -> dict[str, Any]:

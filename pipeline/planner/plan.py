@@ -17,7 +17,7 @@ from pipeline.planner.memory import RankMemory, memory_of, tokens_per_block
 from pipeline.planner.nearest import nearest
 from pipeline.planner.params import main_parts, num_params, stored_bytes
 from pipeline.planner.picture import memory_svg, rank_bars
-from pipeline.planner.placement import placement_report
+from pipeline.planner.placement import placement_notes, placement_report
 from pipeline.planner.reuse import reuse_notes, reuse_of
 from pipeline.planner.rules import REFUSE, WARN, check
 from pipeline.planner.search import Found, search, searchable
@@ -87,16 +87,19 @@ def _plan_trtllm(case: Case) -> _Planned:
     _refuse([f"{item.text} [{item.source}]" for item in findings if item.level == REFUSE], case)
     deploy = _deploy(case, choice)
     require_costed(render(deploy, version_line(case.trtllm.version)), choice.setup)
-    reuse = reuse_of(case, choice)
+    reuse, placement = reuse_of(case, choice), placement_report(choice.setup)
     report = {
         "layout": found.best.label if found else str(choice.layout),
         "memory": _memory(choice),
         "limits": _limits(case, choice),
         "decisions": _decisions(choice.decisions),
         "reuse": reuse,
-        "topology": placement_report(choice.setup),
+        "topology": placement,
         "findings": [asdict(item) for item in findings],
-        "warnings": _notes(case, found) + reuse_notes(reuse) + [item.text for item in findings if item.level == WARN],
+        "warnings": [
+            *_notes(case, found), *reuse_notes(reuse), *placement_notes(placement, choice.setup),
+            *(item.text for item in findings if item.level == WARN),
+        ],
         "not_checked": ["Nothing here ran on a GPU: limits come from arithmetic and from published measurements."],
     }
     if found:

@@ -111,6 +111,17 @@ def test_a_plan_with_a_topology_maps_its_ranks():
     assert plan("+hw=h200", "model=deepseek_r1").report["topology"] is None
 
 
+def test_a_node_that_the_predicted_speed_does_not_know_is_warned_of(tmp_path):
+    def warnings(file: Path) -> str:
+        return "\n".join(plan("+hw=h200", "model=deepseek_r1", f"hw.topology={file}").report["warnings"])
+
+    one = tmp_path / "one.txt"
+    one.write_text("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-3\t0\n")
+    assert "shows 1 of the 8 GPUs" in warnings(one)
+    assert "8 GPUs are not in one NVLink domain" in warnings(DATA / "pcie_interleaved.txt")
+    assert "hw.topology" not in warnings(DATA / "h100_nvswitch.txt")
+
+
 def test_another_topology_is_another_key(tmp_path):
     file = tmp_path / "topology.txt"
     file.write_text((DATA / "gb200_tray.txt").read_text())
