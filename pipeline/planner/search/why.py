@@ -100,7 +100,7 @@ def _decided(scored: Scored, best: int, rival: int) -> str:
     if one.candidate.concurrency != two.candidate.concurrency:
         return f"at {one.candidate.concurrency:,} requests at once against {two.candidate.concurrency:,}"
     ours, theirs = (_per_token(point) for point in (one, two))
-    name = max(ours.keys() | theirs.keys(), key=lambda term: abs(theirs.get(term, 0.0) - ours.get(term, 0.0)))
+    name = max(sorted(ours.keys() | theirs.keys()), key=lambda term: abs(theirs.get(term, 0.0) - ours.get(term, 0.0)))
     change = theirs.get(name, 0.0) - ours.get(name, 0.0)
     return f"{name.replace('_', ' ')} {change / 1e3:+.2f} ms a token there"
 
