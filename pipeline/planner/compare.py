@@ -22,10 +22,11 @@ from pipeline.planner.case import case_of
 from pipeline.planner.llm_args_file import read_llm_args
 from pipeline.planner.memory import memory_of, tokens_per_block
 from pipeline.planner.plan import planned
+from pipeline.planner.policy import num_gpus
 from pipeline.planner.rules import Finding, check
 from pipeline.planner.search import predictable
 from pipeline.planner.search.score import Point, score
-from pipeline.planner.search.space import Candidate, total_gpus
+from pipeline.planner.search.space import Candidate
 from pipeline.planner.setup import Setup
 
 __all__ = ["Comparison", "Line", "compare", "compare_file"]
@@ -121,7 +122,7 @@ def compare_file(config: Config, hf: Mapping[str, Any], file: Path) -> Compariso
     case = case_of(config, Arch.from_hf(dict(hf)))
     choice, deploy = planned(case)
     ours = render(deploy, version_line(case.trtllm.version))
-    return compare(ours, theirs, choice.setup, {item.name: item.reason for item in choice.decisions}, total_gpus(case))
+    return compare(ours, theirs, choice.setup, {item.name: item.reason for item in choice.decisions}, num_gpus(case.config))
 
 
 def _read(file: Path) -> dict[str, Any]:

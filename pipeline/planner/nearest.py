@@ -6,14 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
-from pipeline.config.schema import Config, QuantConfig
+from pipeline.config.schema import Config
 from pipeline.planner.case import Case
 from pipeline.planner.choose import choose
-from pipeline.planner.policy import precision_of
+from pipeline.planner.policy import precision_of, recipe
 from pipeline.planner.rules import REFUSE, Finding, check
-from pipeline.share import share
 
 __all__ = ["nearest"]
 
@@ -60,7 +57,7 @@ def _edits(case: Case) -> Iterator[tuple[str, Case]]:
     yield from _shorter(case)
     for name in ("fp8_block", "nvfp4"):
         if config.quant.name != name:
-            yield f"quant={name}", _with_config(case, replace(config, quant=_recipe(name)))
+            yield f"quant={name}", _with_config(case, replace(config, quant=recipe(name)))
     for nodes in (2, 4):
         yield f"hw.num_nodes={nodes}", _with_config(case, _replaced(config, "hw", "num_nodes", nodes))
 
@@ -77,10 +74,6 @@ def _shorter(case: Case) -> Iterator[tuple[str, Case]]:
 def _with_config(case: Case, config: Config) -> Case:
     precision = precision_of(config, case.arch)
     return replace(case, config=config, formats=precision.formats, kv_format=precision.kv_format)
-
-
-def _recipe(name: str) -> QuantConfig:
-    return QuantConfig(**yaml.safe_load((share("conf") / "quant" / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 def _section(config: Config, path: str) -> Any:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.config.schema import Config
+import yaml
+
+from pipeline.config.schema import Config, QuantConfig
 from pipeline.models.arch import Arch
 from pipeline.planner.params import LINEAR_CLASSES, stored_bytes
+from pipeline.share import share
 
-__all__ = ["Precision", "precision_of"]
+__all__ = ["Precision", "num_gpus", "precision_of", "recipe"]
 
 UNQUANTISED = ("embed", "lm_head", "norm", "router")
 ROOM = 0.75
@@ -35,11 +38,11 @@ def precision_of(config: Config, arch: Arch) -> Precision:
     """The recipe's formats, or those that lose nothing where accuracy counts more."""
     quant = config.quant
     classes = (*LINEAR_CLASSES, "mtp")
-    recipe = dict.fromkeys(UNQUANTISED, "bf16") | {cls: getattr(quant, cls) for cls in classes}
+    asked = dict.fromkeys(UNQUANTISED, "bf16") | {cls: getattr(quant, cls) for cls in classes}
     if not quant.accuracy_sensitive:
-        return Precision(recipe, quant.kv_dtype)
+        return Precision(asked, quant.kv_dtype)
     plain = dict.fromkeys((*UNQUANTISED, *classes), "bf16")
-    size, memory = sum(stored_bytes(arch, plain).values()), _memory(config)
+    size, memory = sum(stored_bytes(arch, plain).values()), config.hw.memory_bytes * num_gpus(config)
     if size <= ROOM * memory or "fp8_block" not in config.hw.weight_formats:
         return Precision(plain, "bf16", "quant.accuracy_sensitive: weights and cache in BF16.")
     note = (
@@ -49,8 +52,12 @@ def precision_of(config: Config, arch: Arch) -> Precision:
     return Precision(plain | dict.fromkeys(classes, "fp8_block"), "bf16", note)
 
 
-def _memory(config: Config) -> float:
-    """Bytes of all GPUs that an instance may use."""
+def num_gpus(config: Config) -> int:
+    """GPUs that are paid for: those of all nodes, or of the one instance that `parallel.tp` asks for."""
     hw, asked = config.hw, config.parallel
-    gpus = asked.tp * asked.pp if asked.tp else hw.num_devices * hw.num_nodes
-    return hw.memory_bytes * gpus
+    return asked.tp * asked.pp if asked.tp else hw.num_devices * hw.num_nodes
+
+
+def recipe(name: str) -> QuantConfig:
+    """A recipe that ships with the pipeline."""
+    return QuantConfig(**yaml.safe_load((share("conf") / "quant" / f"{name}.yaml").read_text(encoding="utf-8")))

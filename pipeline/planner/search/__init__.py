@@ -14,17 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import yaml
-
-from pipeline.config.schema import HwConfig, QuantConfig
+from pipeline.config.schema import HwConfig
 from pipeline.planner.case import Case
 from pipeline.planner.params import LINEAR_CLASSES
+from pipeline.planner.policy import num_gpus, recipe
 from pipeline.planner.search.disagg import Split, splits
 from pipeline.planner.search.front import front, recommended
 from pipeline.planner.search.score import Point, score
-from pipeline.planner.search.space import candidates, total_gpus
+from pipeline.planner.search.space import candidates
 from pipeline.planner.search.why import Reason, reasons
-from pipeline.share import share
 
 __all__ = ["Found", "Point", "Reason", "Split", "predictable", "search", "searchable"]
 
@@ -59,7 +57,7 @@ def searchable(case: Case) -> bool:
 
 def search(case: Case) -> Found | None:
     """None where nothing fits: `choose` then says which rules are broken."""
-    slo, total = case.config.slo, total_gpus(case)
+    slo, total = case.config.slo, num_gpus(case.config)
     own = candidates(case, case.config.quant.name)
     if not own:
         return None
@@ -80,7 +78,7 @@ def _others(case: Case, total: int) -> dict[str, list[Point]]:
     """Fronts of the published precisions that run natively here, but for the one that is asked for."""
     fronts = {}
     for name in PRECISIONS:
-        quant = QuantConfig(**yaml.safe_load((share("conf") / "quant" / f"{name}.yaml").read_text(encoding="utf-8")))
+        quant = recipe(name)
         if name == case.config.quant.name or quant.routed_experts not in case.hw.weight_formats:
             continue
         formats = {**case.formats, **{cls: getattr(quant, cls) for cls in (*LINEAR_CLASSES, "mtp")}}

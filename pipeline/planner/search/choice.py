@@ -9,10 +9,11 @@ from pipeline.planner.case import Case
 from pipeline.planner.choose import RECIPES, Choice, Decision, moe_backend, rank_limits
 from pipeline.planner.memory import memory_of
 from pipeline.planner.perf import Machine, ablate
+from pipeline.planner.policy import num_gpus
 from pipeline.planner.search import Found, Point, Split
 from pipeline.planner.search.chart import Mark, Series, front_svg
 from pipeline.planner.search.score import perf_case
-from pipeline.planner.search.space import FRACTIONS, total_gpus
+from pipeline.planner.search.space import FRACTIONS
 
 __all__ = ["choice_of", "pictured", "speed_report"]
 
@@ -51,7 +52,7 @@ def _fraction(case: Case, best: Point) -> str:
 
 
 def _instances(case: Case, best: Point) -> str:
-    total = total_gpus(case)
+    total = num_gpus(case.config)
     idle = total - best.candidate.gpus
     more = f"; {idle} of {total} GPUs stay idle" if idle else f"; all {total} GPUs in use"
     return f"{best.setup.layout.world_size} GPUs each{more}"

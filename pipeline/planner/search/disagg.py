@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeline.planner.choose import LARGEST_BATCH
 from pipeline.planner.perf import Disaggregated, Machine, PerfCase, decode_only, disaggregate, prefill_rate
+from pipeline.planner.search.front import pareto
 from pipeline.planner.search.score import perf_case
 from pipeline.planner.search.space import Candidate
 from pipeline.planner.setup import Layout
@@ -58,7 +59,8 @@ def splits(candidates: Sequence[Candidate], total: int, concurrency: int | None)
                 result = disaggregate(fill, case, counts, load)
                 if result.bound != "prefill" or concurrency:  # prompts that queue without end are no operating point
                     found.append(Split(first, second, counts, mtp, load, result, result.tokens_per_gpu * used / total))
-    return _front(found)
+    chosen = pareto([split.result.tpot_ms for split in found], [split.tokens_per_gpu for split in found])
+    return [found[at] for at in chosen]
 
 
 def _shapes(candidates: Sequence[Candidate], total: int) -> dict[tuple[Layout, int], Candidate]:
@@ -99,12 +101,3 @@ def _loads(concurrency: int | None, ranks: int, room: int) -> list[int]:
     if concurrency:
         return [concurrency]
     return sorted({int(load) for load in np.geomspace(ranks, ranks * min(room, LARGEST_BATCH), LOADS)})
-
-
-def _front(found: list[Split]) -> list[Split]:
-    best, chosen = -1.0, []
-    for split in sorted(found, key=lambda split: (split.result.tpot_ms, -split.tokens_per_gpu)):
-        if split.tokens_per_gpu > best:
-            best = split.tokens_per_gpu
-            chosen.append(split)
-    return chosen

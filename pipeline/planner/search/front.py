@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from pipeline.config.schema import SloConfig
 from pipeline.core.errors import ConfigError
 from pipeline.planner.search.score import Mask, Scored
 from pipeline.planner.search.space import Candidate
 
-__all__ = ["TIE", "front", "recommended"]
+__all__ = ["TIE", "front", "pareto", "recommended"]
 
 TIE = 0.05
 """Throughputs closer than this are equal, for cross-validated errors are larger: fewer instances win, then fewer drafts."""
@@ -22,12 +23,17 @@ SAME = 0.005
 def front(scored: Scored, kept: Mask | None = None) -> list[int]:
     """Indices of the candidates that no other beats in tokens/s/user and tokens/s/GPU at once, fastest user first."""
     indices = np.arange(len(scored)) if kept is None else np.flatnonzero(kept)
-    order = indices[np.lexsort((-scored.tokens_per_gpu[indices], scored.predictions.tpot_ms[indices]))]
+    return [int(indices[at]) for at in pareto(scored.predictions.tpot_ms[indices], scored.tokens_per_gpu[indices])]
+
+
+def pareto(times: ArrayLike, tokens: ArrayLike) -> list[int]:
+    """Places of the points that no other beats in less time and more tokens at once, least time first."""
+    times, tokens = np.asarray(times, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
     best, chosen = -1.0, []
-    for index in order:
-        if scored.tokens_per_gpu[index] > best:
-            best = float(scored.tokens_per_gpu[index])
-            chosen.append(int(index))
+    for at in np.lexsort((-tokens, times)):
+        if tokens[at] > best:
+            best = float(tokens[at])
+            chosen.append(int(at))
     return chosen
 
 

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from pipeline.planner.case import Case
 from pipeline.planner.choose import LARGEST_BATCH, MARGIN_TOKENS, ROOM, gpu_counts, moe_backend
 from pipeline.planner.memory import kv_tokens, tokens_per_block
+from pipeline.planner.policy import num_gpus
 from pipeline.planner.rules import REFUSE, check
 from pipeline.planner.setup import Layout, Setup, divides
 
-__all__ = ["BATCHES", "Candidate", "candidates", "total_gpus"]
+__all__ = ["BATCHES", "Candidate", "candidates"]
 
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 129, 16), *range(160, 257, 32), *range(320, 1025, 64))
 """Requests of one rank that are tried where `workload.concurrency` is open."""
@@ -64,12 +65,6 @@ class Candidate:
         return self.replicas * self.setup.layout.world_size
 
 
-def total_gpus(case: Case) -> int:
-    """GPUs that are paid for: those of all nodes, or of the one instance that `parallel.tp` asks for."""
-    asked = case.config.parallel
-    return asked.tp * asked.pp if asked.tp else case.hw.num_devices * case.hw.num_nodes
-
-
 def candidates(case: Case, recipe: str, *, steps: bool = True) -> list[Candidate]:
     """Everything that could work with the formats of `case`, which `recipe` names; without `steps` the least step alone."""
     return [item for setup in _bases(case) for item in _sized(case, recipe, setup, steps)]
@@ -86,7 +81,7 @@ def _bases(case: Case) -> Iterator[Setup]:
 
 def _layouts(case: Case) -> Iterator[Layout]:
     asked = case.config.parallel
-    largest = min(total_gpus(case) // asked.pp, LARGEST_INSTANCE)
+    largest = min(num_gpus(case.config) // asked.pp, LARGEST_INSTANCE)
     for tp in [asked.tp] if asked.tp else gpu_counts(max(1, largest)):
         modes = (False, True) if asked.attention_dp is None and tp > 1 else (bool(asked.attention_dp) and tp > 1,)
         for adp in modes:
@@ -117,7 +112,7 @@ def _setup(case: Case, layout: Layout, mtp: int) -> Setup:
 
 def _sized(case: Case, recipe: str, base: Setup, steps: bool) -> list[Candidate]:
     """`base` with every batch and step that its cache has room for."""
-    replicas = max(1, min(total_gpus(case) // base.layout.world_size, case.concurrency or LARGEST_BATCH))
+    replicas = max(1, min(num_gpus(case.config) // base.layout.world_size, case.concurrency or LARGEST_BATCH))
     ranks = replicas * base.layout.cache_ranks
     batches = (math.ceil(case.concurrency / ranks),) if case.concurrency else BATCHES
     pairs = [(batch, tokens) for batch in batches for tokens in _steps(base, batch, case.longest_prompt)[: None if steps else 1]]
