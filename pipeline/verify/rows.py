@@ -13,6 +13,7 @@ from math import prod
 
 import numpy as np
 
+from pipeline.checkpoint.directio import read_into
 from pipeline.checkpoint.reader import DTYPES, TensorInfo
 from pipeline.checkpoint.source import Entry
 from pipeline.core.errors import ConfigError
@@ -131,11 +132,7 @@ def _read_into(info: TensorInfo, buffer: memoryview, offset: int) -> None:
     try:
         descriptor = os.open(info.file, os.O_RDONLY)
         try:
-            while buffer:
-                count = os.preadv(descriptor, [buffer], offset)
-                if not count:
-                    raise OSError("the file ends here")
-                buffer, offset = buffer[count:], offset + count
+            read_into(descriptor, buffer, offset, len(buffer))
         finally:
             os.close(descriptor)
     except OSError as error:
