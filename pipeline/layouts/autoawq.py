@@ -16,7 +16,7 @@ from pipeline.formats.int4_awq import INT4_AWQ, ones
 from pipeline.formats.numerics import Array
 from pipeline.layouts.base import Field, Form, Shape, Table, Written
 from pipeline.layouts.int4 import codes_of, packed_of, signed_zero_point, to_float32, unsigned_zero_point, unwords, words
-from pipeline.layouts.patterns import exclude_patterns
+from pipeline.layouts.patterns import excluded
 
 __all__ = ["AUTOAWQ", "AutoAwq", "grouped"]
 
@@ -80,13 +80,11 @@ class AutoAwq:
     def tables(self, written: Iterable[Written], kv_cache: str) -> tuple[Table | None, Table | None]:
         """Loaders look for the entries of modules_to_not_convert anywhere in a layer's name."""
         matrices = list(written)
-        quantised = [matrix.module for matrix in matrices if matrix.item is not None]
-        if not quantised:
+        if all(matrix.item is None for matrix in matrices):
             return None, None
-        plain = exclude_patterns({matrix.module for matrix in matrices if matrix.item is None}, quantised)
         return {
             "quant_method": "awq", "bits": 4, "group_size": GROUPS[0], "zero_point": True, "version": "gemm",
-            "modules_to_not_convert": [pattern.removesuffix("*") for pattern in plain],
+            "modules_to_not_convert": [pattern.removesuffix("*") for pattern in excluded(matrices)],
         }, None  # fmt: skip
 
 

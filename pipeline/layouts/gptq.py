@@ -20,7 +20,7 @@ from pipeline.formats.numerics import Array
 from pipeline.layouts.autoawq import GROUPS, grouped
 from pipeline.layouts.base import Field, Form, Shape, Table, Written
 from pipeline.layouts.int4 import codes_of, packed_of, signed_zero_point, unsigned_zero_point, unwords, words
-from pipeline.layouts.patterns import as_regex, exclude_patterns
+from pipeline.layouts.patterns import as_regex, excluded
 
 __all__ = ["GPTQ", "Gptq"]
 
@@ -79,13 +79,11 @@ class Gptq:
     def tables(self, written: Iterable[Written], kv_cache: str) -> tuple[Table | None, Table | None]:
         """What is not quantised is named as GPTQModel does: a `dynamic` rule that begins with `-:`."""
         matrices = list(written)
-        quantised = [matrix.module for matrix in matrices if matrix.item is not None]
-        if not quantised:
+        if all(matrix.item is None for matrix in matrices):
             return None, None
-        plain = exclude_patterns({matrix.module for matrix in matrices if matrix.item is None}, quantised)
         return {
             "quant_method": "gptq", "bits": 4, "group_size": GROUPS[0], "desc_act": False, "sym": True, "lm_head": False,
-            "checkpoint_format": "gptq", "dynamic": {f"-:{as_regex(pattern)}": {} for pattern in plain},
+            "checkpoint_format": "gptq", "dynamic": {f"-:{as_regex(pattern)}": {} for pattern in excluded(matrices)},
         }, None  # fmt: skip
 
 

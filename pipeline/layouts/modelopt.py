@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipeline.formats import FORMATS, Format
 from pipeline.formats.int4_awq import ones
 from pipeline.layouts.base import Field, Form, Shape, Table, Written
-from pipeline.layouts.patterns import exclude_patterns
+from pipeline.layouts.patterns import excluded
 
 __all__ = ["AWQ_FIELDS", "MODELOPT", "PRODUCER", "ModelOpt"]
 
@@ -73,12 +73,11 @@ class ModelOpt:
         matrices = list(written)
         quantised = {matrix.module: matrix.item for matrix in matrices if matrix.item is not None}
         formats = sorted({item.name for item in quantised.values()})
-        excluded = exclude_patterns({matrix.module for matrix in matrices if matrix.item is None}, quantised.keys())
         if not formats:
             return None, None
         if formats == ["fp8_block"] and all(matrix.item for matrix in matrices if matrix.linear):
             return dict(FP8_BLOCK_CONFIG), None
-        truth = _quantization(quantised, excluded)
+        truth = _quantization(quantised, excluded(matrices))
         own = truth | {"kv_cache_quant_algo": "FP8" if kv_cache == "fp8" else None}
         return _inline(formats, truth, kv_cache), {"producer": PRODUCER, "quantization": own}
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["as_regex", "exclude_patterns"]
+from pipeline.layouts.base import Written
+
+__all__ = ["as_regex", "exclude_patterns", "excluded"]
 
 
 def exclude_patterns(plain: Iterable[str], quantised: Iterable[str]) -> list[str]:
@@ -26,6 +28,12 @@ def exclude_patterns(plain: Iterable[str], quantised: Iterable[str]) -> list[str
         else:
             found.add(module)
     return sorted(found)
+
+
+def excluded(matrices: Sequence[Written]) -> list[str]:
+    """Few patterns for the matrices that were not quantised."""
+    plain, quantised = ({m.module for m in matrices if (m.item is None) == is_plain} for is_plain in (True, False))
+    return exclude_patterns(plain, quantised)
 
 
 def as_regex(pattern: str) -> str:
