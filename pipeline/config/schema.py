@@ -11,8 +11,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from pipeline.core.errors import ConfigError
-from pipeline.core.limits import limited
+from pipeline.config.engines import DEVICES, EngineConfig, TorchEngineConfig, TrtllmEngineConfig
+from pipeline.config.serving import ServeConfig
+from pipeline.core.limits import MOST_TOKENS, limited
 from pipeline.models.arch import HF_FIELDS
 
 __all__ = [
@@ -52,15 +53,9 @@ ALARM_SQNR_DB = {
     "w4a8_nvfp4_fp8": 18.5, "mxfp4": 17.0, "int4_awq": 14.0, "w4a8_awq": 14.0,
 }  # fmt: skip
 KV_FORMATS = ("bf16", "fp8", "nvfp4")
-ENGINES = ("torch", "trtllm")
-DEVICES = ("cpu", "cuda")
-DTYPES = ("float32", "bfloat16")
-COMPILERS = ("auto", "aoti", "export")
 EXECUTORS = ("inline", "local")
 
 
-MOST_TOKENS = 2**27
-"""Beyond any context window and any held-out text: a typing error."""
 MOST_INPUT_SCALE = 1e30
 """Input scales are stored in float32."""
 
@@ -231,83 +226,6 @@ class VerifyConfig:
     """Whether to measure the KL that each layer and each class causes alone, where the model is small enough to run."""
     sensitivity_tokens: int = limited(1024, least=2, most=MOST_TOKENS)
     """Held-out tokens of each of these runs."""
-
-
-@dataclass(slots=True, kw_only=True)
-class TorchEngineConfig:
-    """Compiled torch engine."""
-
-    device: str = limited("cpu", one_of=DEVICES)
-    """cpu or cuda."""
-    dtype: str = limited("float32", one_of=DTYPES)
-    """Type of activations, KV cache and dequantised weights."""
-    compiler: str = limited("auto", one_of=COMPILERS)
-    """aoti: AOTInductor (needs a C++ compiler); export: the exported graph, interpreted; auto: aoti where it can."""
-    expanded_from: int = limited(256, least=1, most=MOST_TOKENS)
-    """Prefill chunks of at least this many tokens use the non-absorbed form of MLA; shorter ones and decode the absorbed one."""
-    max_batch_size: int = limited(8, least=1, most=2**16)
-    """Sequences in flight."""
-    max_seq_len: int = limited(1024, least=2, most=MOST_TOKENS)
-    """Prompt plus output tokens of one sequence."""
-    prefill_chunk: int = limited(512, least=2, most=MOST_TOKENS)
-    """Prompt tokens of one step; a longer prompt takes several, between which others decode."""
-    page_size: int = limited(32, least=1, most=2**16)
-    """Tokens a page of the latent KV cache."""
-    threads: int = limited(0, least=0, most=1024)
-    """CPU threads; 0: as many as the machine has, 8 at most."""
-
-
-@dataclass(slots=True, kw_only=True)
-class TrtllmEngineConfig:
-    """TensorRT-LLM (PyTorch backend): a bundle of checkpoint, LLM-args YAML and environment."""
-
-    version: str = "1.2"
-    """Version line of the container that will serve it."""
-    moe_backend: str = "auto"
-    mtp: int | None = limited(None, least=0, most=8, hint="0 is off, 1 to 3 are usual")
-    """Draft tokens a step by the model's own MTP layer; null: let `plan` choose."""
-    free_gpu_memory_fraction: float | None = limited(None, above=0, below=1, hint="0.8 is usual")
-    """Share of the memory that is free after loading which the KV cache takes; null: the least of 0.8, 0.85 and 0.9 that holds
-    the requests."""
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineConfig:
-    """Which runtime computes the tokens; only the section of `kind` is filled."""
-
-    kind: str = limited(MISSING, one_of=ENGINES)
-    torch: TorchEngineConfig | None = None
-    trtllm: TrtllmEngineConfig | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind in ENGINES and getattr(self, self.kind) is None:
-            raise ConfigError(f"engine.kind={self.kind} has no section engine.{self.kind}: select it as engine={self.kind}.")
-
-
-@dataclass(slots=True, kw_only=True)
-class ServeConfig:
-    """How tritonserver is started and probed."""
-
-    name: str = MISSING
-    model_name: str | None = limited(None, plain=True)
-    """Name of the model in Triton; null: the name of the model config."""
-    host: str = limited("127.0.0.1", empty=False, hint="127.0.0.1 is this machine alone, 0.0.0.0 every network of it")
-    http_port: int = limited(8000, least=0, most=65535)
-    grpc_port: int = limited(8001, least=0, most=65535)
-    metrics_port: int = limited(8002, least=0, most=65535)
-    """Ports; 0 takes a free one."""
-    server: str | None = None
-    """Path of tritonserver; null: the one on PATH, else the one in the nvidia-pytriton wheel."""
-    url: str | None = None
-    """`smoke` only: HTTP host:port of a server that already runs (gRPC on grpc_port of that host)."""
-    ready_timeout: float = limited(120.0, above=0)
-    """Seconds to wait for readiness before the server is stopped and its log quoted."""
-    max_queue: int = limited(256, least=0, most=2**20)
-    """Requests that may wait before new ones are refused."""
-    smoke_prompt: str = limited("The Python language", empty=False)
-    smoke_tokens: int = limited(48, least=1, most=2**20)
-    smoke_requests: int = limited(8, least=1, most=1024)
-    """Concurrent requests of the smoke run."""
 
 
 @dataclass(slots=True, kw_only=True)

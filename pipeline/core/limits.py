@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-__all__ = ["limited", "mistakes"]
+__all__ = ["MOST_TOKENS", "limited", "mistakes"]
+
+MOST_TOKENS = 2**27
+"""Beyond any context window and any held-out text: a typing error."""
 
 _LIMIT = "limit"
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list", dict: "a table"}

@@ -1,0 +1,68 @@
+"""Configuration of the engines: a section for each, of which a run fills that of `engine.kind`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from pipeline.core.errors import ConfigError
+from pipeline.core.limits import MOST_TOKENS, limited
+
+__all__ = ["DEVICES", "EngineConfig", "TorchEngineConfig", "TrtllmEngineConfig"]
+
+ENGINES = ("torch", "trtllm")
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float32", "bfloat16")
+COMPILERS = ("auto", "aoti", "export")
+
+
+@dataclass(slots=True, kw_only=True)
+class TorchEngineConfig:
+    """Compiled torch engine."""
+
+    device: str = limited("cpu", one_of=DEVICES)
+    """cpu or cuda."""
+    dtype: str = limited("float32", one_of=DTYPES)
+    """Type of activations, KV cache and dequantised weights."""
+    compiler: str = limited("auto", one_of=COMPILERS)
+    """aoti: AOTInductor (needs a C++ compiler); export: the exported graph, interpreted; auto: aoti where it can."""
+    expanded_from: int = limited(256, least=1, most=MOST_TOKENS)
+    """Prefill chunks of at least this many tokens use the non-absorbed form of MLA; shorter ones and decode the absorbed one."""
+    max_batch_size: int = limited(8, least=1, most=2**16)
+    """Sequences in flight."""
+    max_seq_len: int = limited(1024, least=2, most=MOST_TOKENS)
+    """Prompt plus output tokens of one sequence."""
+    prefill_chunk: int = limited(512, least=2, most=MOST_TOKENS)
+    """Prompt tokens of one step; a longer prompt takes several, between which others decode."""
+    page_size: int = limited(32, least=1, most=2**16)
+    """Tokens a page of the latent KV cache."""
+    threads: int = limited(0, least=0, most=1024)
+    """CPU threads; 0: as many as the machine has, 8 at most."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrtllmEngineConfig:
+    """TensorRT-LLM (PyTorch backend): a bundle of checkpoint, LLM-args YAML and environment."""
+
+    version: str = "1.2"
+    """Version line of the container that will serve it."""
+    moe_backend: str = "auto"
+    mtp: int | None = limited(None, least=0, most=8, hint="0 is off, 1 to 3 are usual")
+    """Draft tokens a step by the model's own MTP layer; null: let `plan` choose."""
+    free_gpu_memory_fraction: float | None = limited(None, above=0, below=1, hint="0.8 is usual")
+    """Share of the memory that is free after loading which the KV cache takes; null: the least of 0.8, 0.85 and 0.9 that holds
+    the requests."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineConfig:
+    """Which runtime computes the tokens; only the section of `kind` is filled."""
+
+    kind: str = limited(MISSING, one_of=ENGINES)
+    torch: TorchEngineConfig | None = None
+    trtllm: TrtllmEngineConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind in ENGINES and getattr(self, self.kind) is None:
+            raise ConfigError(f"engine.kind={self.kind} has no section engine.{self.kind}: select it as engine={self.kind}.")

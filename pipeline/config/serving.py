@@ -1,0 +1,37 @@
+"""Configuration of the server: how tritonserver is started and probed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from pipeline.core.limits import limited
+
+__all__ = ["ServeConfig"]
+
+
+@dataclass(slots=True, kw_only=True)
+class ServeConfig:
+    """How tritonserver is started and probed."""
+
+    name: str = MISSING
+    model_name: str | None = limited(None, plain=True)
+    """Name of the model in Triton; null: the name of the model config."""
+    host: str = limited("127.0.0.1", empty=False, hint="127.0.0.1 is this machine alone, 0.0.0.0 every network of it")
+    http_port: int = limited(8000, least=0, most=65535)
+    grpc_port: int = limited(8001, least=0, most=65535)
+    metrics_port: int = limited(8002, least=0, most=65535)
+    """Ports; 0 takes a free one."""
+    server: str | None = None
+    """Path of tritonserver; null: the one on PATH, else the one in the nvidia-pytriton wheel."""
+    url: str | None = None
+    """`smoke` only: HTTP host:port of a server that already runs (gRPC on grpc_port of that host)."""
+    ready_timeout: float = limited(120.0, above=0)
+    """Seconds to wait for readiness before the server is stopped and its log quoted."""
+    max_queue: int = limited(256, least=0, most=2**20)
+    """Requests that may wait before new ones are refused."""
+    smoke_prompt: str = limited("The Python language", empty=False)
+    smoke_tokens: int = limited(48, least=1, most=2**20)
+    smoke_requests: int = limited(8, least=1, most=1024)
+    """Concurrent requests of the smoke run."""
