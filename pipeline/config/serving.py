@@ -8,7 +8,9 @@ from omegaconf import MISSING
 
 from pipeline.core.limits import limited
 
-__all__ = ["ServeConfig"]
+__all__ = ["LAYOUTS", "ServeConfig"]
+
+LAYOUTS = ("auto", "torch", "llmapi", "bls", "vllm")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,6 +18,11 @@ class ServeConfig:
     """How tritonserver is started and probed."""
 
     name: str = MISSING
+    triton: str | None = limited(None, plain=True, hint="25.12 is a release")
+    """Release of Triton that will serve; null: the newest whose container holds the engine's version."""
+    layout: str = limited("auto", one_of=LAYOUTS)
+    """Models of the repository: llmapi (TensorRT-LLM's own names), bls (llmapi behind the names of its ensemble, for old clients
+    and Triton's OpenAI frontend), vllm, torch; auto: llmapi, vllm or torch, by the engine."""
     model_name: str | None = limited(None, plain=True)
     """Name of the model in Triton; null: the name of the model config."""
     host: str = limited("127.0.0.1", empty=False, hint="127.0.0.1 is this machine alone, 0.0.0.0 every network of it")
