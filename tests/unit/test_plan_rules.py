@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pipeline.config.load import load
 from pipeline.config.schema import HwConfig
@@ -28,7 +29,9 @@ R1_B200 = ("+hw=b200", "model=deepseek_r1")
 FP8 = dict.fromkeys((*LINEAR_CLASSES, "mtp"), "fp8_block")
 V2 = dict.fromkeys(("o_proj", "dense_mlp", "shared_experts", "routed_experts"), "nvfp4")
 W4A16 = dict.fromkeys(LINEAR_CLASSES, "w4a16_nvfp4")
-KNOWN = json.loads((Path(__file__).parents[1] / "data" / "known_good.json").read_text(encoding="utf-8"))
+DATA = Path(__file__).parents[1] / "data"
+KNOWN = json.loads((DATA / "known_good.json").read_text(encoding="utf-8"))
+RECIPES = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted((DATA / "recipes").glob("*.yaml"))}
 
 
 @cache
@@ -208,14 +211,14 @@ def test_nothing_is_found_where_nothing_is_odd():
     assert found(setup()) == {}
 
 
-@pytest.mark.parametrize("name", KNOWN["recipes"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_published_recipe_is_not_refused(name):
-    hw, formats = "h200" if "/H200/" in name else "b200", FP8 if "0528/" in name else V2
+    hw, formats = "h200" if "__H200__" in name else "b200", FP8 if "0528__" in name else V2
     lengths = re.search(r"(\d)k(\d)k_tp\d_conc(\d+)", name)
     isl, osl, concurrency = (int(text) for text in lengths.groups()) if lengths else (1, 1, None)
     model = arch("kimi_k2" if "kimi" in name else "deepseek_r1")
     base = setup(hw, formats, arch=model, isl=1024 * isl, osl=1024 * osl, concurrency=concurrency)
-    read = read_llm_args(KNOWN["recipes"][name], base)
+    read = read_llm_args(RECIPES[name], base)
     assert [finding.text for finding in check(read.setup) if finding.level == REFUSE] == []
 
 
