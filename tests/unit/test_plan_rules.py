@@ -253,7 +253,7 @@ def test_unknown_keys_are_named_with_the_nearest():
 
 
 def test_no_key_of_a_published_recipe_is_unknown():
-    assert [text for args in KNOWN["recipes"].values() for text in read_llm_args(args, setup()).unknown] == []
+    assert [text for args in RECIPES.values() for text in read_llm_args(args, setup()).unknown] == []
 
 
 def test_absent_arguments_are_the_engines_defaults():
