@@ -1,4 +1,4 @@
-"""Where the ranks of a plan go on a node whose wiring is known, and what that is worth."""
+"""Which GPU of which node each rank of a plan gets, and what the wiring of a node makes of it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,44 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.schema import HwConfig
 from pipeline.planner.setup import Setup
 from pipeline.planner.topology import Topology, all_reduce, all_to_all, place, read
 
-__all__ = ["placement_notes", "placement_report"]
+__all__ = ["placement_notes", "placement_report", "rank_places"]
 
 ACTIVATION_BYTES = 2
 """BF16, as collectives carry it unless told otherwise."""
+
+
+def rank_places(hw: HwConfig, ranks: int, instances: int) -> list[dict[str, int]]:
+    """{instance, rank, node, gpu} of every rank of `instances` instances of `ranks` GPUs each.
+
+    Instances fill one node after the other and never straddle two that one could hold; an instance of more GPUs than a node
+    has takes whole nodes. `gpu` is its number on the node, in ring order where `hw.topology` shows one.
+    """
+    here = min(ranks, hw.num_devices)
+    groups = _groups(hw, here)
+    nodes = -(-ranks // hw.num_devices)
+    return [
+        {
+            "instance": instance,
+            "rank": rank,
+            "node": instance // len(groups) * nodes + rank // hw.num_devices,
+            "gpu": groups[instance % len(groups)][rank % hw.num_devices],
+        }
+        for instance in range(instances)
+        for rank in range(ranks)
+    ]
+
+
+def _groups(hw: HwConfig, ranks: int) -> list[tuple[int, ...]]:
+    """The GPUs of one node in groups of `ranks`: by their wiring where it is known, else by their numbers."""
+    if hw.topology is not None:
+        topology = read(Path(hw.topology), hw.nvlink_bandwidth)
+        if topology.num_gpus >= ranks:
+            return list(place(topology, ranks).groups)
+    return [tuple(range(first, first + ranks)) for first in range(0, hw.num_devices - ranks + 1, ranks)]
 
 
 def placement_report(setup: Setup) -> dict[str, Any] | None:

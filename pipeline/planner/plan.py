@@ -17,7 +17,7 @@ from pipeline.planner.memory import RankMemory, memory_of, tokens_per_block
 from pipeline.planner.nearest import nearest
 from pipeline.planner.params import main_parts, num_params, stored_bytes
 from pipeline.planner.picture import memory_svg, rank_bars
-from pipeline.planner.placement import placement_notes, placement_report
+from pipeline.planner.placement import placement_notes, placement_report, rank_places
 from pipeline.planner.reuse import reuse_notes, reuse_of
 from pipeline.planner.rules import REFUSE, WARN, check
 from pipeline.planner.search import Found, search, searchable
@@ -153,6 +153,8 @@ def _notes(case: Case, found: Found | None) -> list[str]:
 
 def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
     layout = choice.layout
+    instances = next((item.value for item in choice.decisions if item.name == "instances"), 1)
+    places = rank_places(case.hw, layout.world_size, instances)
     return {
         "engine": "trtllm",
         "hardware": case.hw.title,
@@ -164,7 +166,9 @@ def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
         "pp": layout.pp,
         "attention_dp": layout.attention_dp,
         "num_devices": layout.world_size,
-        "instances": next((item.value for item in choice.decisions if item.name == "instances"), 1),
+        "instances": instances,
+        "gpus_per_node": case.hw.num_devices,
+        "nodes": 1 + max(place["node"] for place in places),
         "max_batch_size": choice.setup.max_batch_size,
         "max_num_tokens": choice.setup.max_num_tokens,
         "max_seq_len": choice.setup.max_seq_len,
@@ -176,6 +180,7 @@ def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
         "chunked_prefill": choice.setup.chunked_prefill,
         "mtp": choice.setup.mtp,
         "moe_backend": choice.setup.moe_backend,
+        "placement": places,
     }
 
 

@@ -9,6 +9,7 @@ from pipeline.planner.case import Case
 from pipeline.planner.choose import Decision
 from pipeline.planner.memory import GIB, kv_bytes_per_token
 from pipeline.planner.params import CLASSES, main_parts
+from pipeline.planner.placement import rank_places
 
 __all__ = ["torch_decisions", "torch_deploy", "torch_memory", "torch_rules", "torch_warnings"]
 
@@ -27,6 +28,8 @@ def torch_deploy(case: Case) -> dict[str, Any]:
         "attention_dp": False,
         "num_devices": 1,
         "instances": 1,
+        "gpus_per_node": case.hw.num_devices,
+        "nodes": 1,
         "max_batch_size": engine.max_batch_size,
         "max_num_tokens": engine.prefill_chunk,
         "max_seq_len": engine.max_seq_len,
@@ -36,6 +39,7 @@ def torch_deploy(case: Case) -> dict[str, Any]:
         "cuda_graph_max_batch_size": None,
         "mtp": 0,
         "moe_backend": None,
+        "placement": rank_places(case.hw, 1, 1) if case.hw.sm else [],
     }
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.core.errors import ConfigError
+from pipeline.planner.placement import rank_places
 from pipeline.planner.topology import CLASSES, LATENCY, PCIE, all_reduce, all_to_all, parse, place, read, ring
 from pipeline.stages.plan import toolchain
-from tests.unit.test_plan import plan
+from tests.unit.test_plan import config_of, plan
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
 H100 = read(DATA / "h100_nvswitch.txt", 450e9)
@@ -120,6 +121,25 @@ def test_a_node_that_the_predicted_speed_does_not_know_is_warned_of(tmp_path):
     assert "shows 1 of the 8 GPUs" in warnings(one)
     assert "8 GPUs are not in one NVLink domain" in warnings(DATA / "pcie_interleaved.txt")
     assert "hw.topology" not in warnings(DATA / "h100_nvswitch.txt")
+
+
+@pytest.mark.parametrize(("ranks", "instances"), [(1, 8), (2, 6), (4, 18), (8, 9), (16, 4), (64, 1)])
+def test_every_rank_gets_a_gpu_of_its_own_on_as_few_nodes_as_can_be(ranks, instances):
+    hw = config_of("+hw=gb200", "hw.num_nodes=18").hw
+    places = rank_places(hw, ranks, instances)
+    assert len({(row["node"], row["gpu"]) for row in places}) == ranks * instances
+    assert all(row["gpu"] < 4 and row["node"] < 18 for row in places)
+    for instance in range(instances):
+        own = [row for row in places if row["instance"] == instance]
+        assert [row["rank"] for row in own] == list(range(ranks))
+        assert len({row["node"] for row in own}) == -(-ranks // 4)
+
+
+def test_what_is_deployed_says_where_its_ranks_are():
+    deploy = plan("+hw=h200", "model=deepseek_r1", f"hw.topology={DATA / 'pcie_interleaved.txt'}", "parallel.tp=8").deploy
+    ring_order = plan("+hw=h200", "model=deepseek_r1", f"hw.topology={DATA / 'pcie_interleaved.txt'}").report["topology"]
+    assert ",".join(str(row["gpu"]) for row in deploy["placement"]) == ring_order["visible_devices"][0]
+    assert (deploy["nodes"], deploy["gpus_per_node"], deploy["instances"]) == (1, 8, 1)
 
 
 def test_another_topology_is_another_key(tmp_path):
