@@ -27,7 +27,9 @@ __all__ = ["SPECIAL_TOKENS", "VOCAB_SIZE", "prepare"]
 VOCAB_SIZE = 1024
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
-SPECIAL_TOKENS = (BOS, EOS, PAD, USER, ASSISTANT, "<think>", "</think>")
+THOUGHT = ("<think>", "</think>")
+"""Tokens of their own, but text: as in R1's tokenizer, a decoder that skips special tokens must show them."""
+SPECIAL_TOKENS = (BOS, EOS, PAD, USER, ASSISTANT, *THOUGHT)
 
 REPEATS = {"topic": 4, "docs": 2, "chat": 2, "code": 1}
 HELD_OUT_TEXT = 96 * 1024  # bytes of held-out text that are shipped, half prose, half code
@@ -137,7 +139,10 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, 0)]
     )
-    return tokenizer
+    spec = json.loads(tokenizer.to_str())
+    for token in spec["added_tokens"]:
+        token["special"] = token["content"] not in THOUGHT
+    return Tokenizer.from_str(json.dumps(spec))
 
 
 def encode(tokenizer: Tokenizer, documents: list[Document]) -> tuple[np.ndarray, np.ndarray]:
