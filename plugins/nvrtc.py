@@ -1,9 +1,9 @@
 """CUDA kernels compiled at first use by NVRTC (torch ships it: no nvcc, no C++ compiler) and launched on torch's stream.
 
-A `Source` is one .cu file without headers; `source.module(**defines)` is that file compiled for the current GPU with
-`-DNAME=VALUE`. Cubins are kept in `$R1_PIPELINE_CACHE` or `~/.cache/r1-pipeline/kernels` under the hash of everything
-that went in; each appears by one rename, so that any number of processes may compile at once. Launches may be captured in
-CUDA graphs. torch is imported when a kernel is asked for, not before.
+A `Source` is one .cu file, with the text of what it includes by a path beside it and no other headers;
+`source.module(**defines)` is that compiled for the current GPU with `-DNAME=VALUE`. Cubins are kept in `$R1_PIPELINE_CACHE` or
+`~/.cache/r1-pipeline/kernels` under the hash of everything that went in; each appears by one rename, so that any number of
+processes may compile at once. Launches may be captured in CUDA graphs. torch is imported when a kernel is asked for, not before.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +21,16 @@ from typing import Any
 
 from pipeline.core.errors import MissingToolError, StageError
 
-__all__ = ["Module", "Source", "aligned", "compile_source"]
+__all__ = ["Module", "Source", "aligned", "compile_source", "source_text"]
 
 FLAGS = ("--std=c++17",)
+INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
+STATIC_SHARED = 48 << 10
+"""More shared memory than this a kernel must be allowed."""
 PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
+MAX_DYNAMIC_SHARED = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
 
 
 class _Attribute(ctypes.Structure):
@@ -48,18 +54,18 @@ _OVERLAP = _Attribute(id=PROGRAMMATIC_SERIALIZATION, value=1)
 
 
 class Source:
-    """One .cu file."""
+    """One .cu file. `specific`: for this chip alone (sm_90a), with the instructions that no later one has."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, specific: bool = False) -> None:
+        self.path, self.suffix = path, "a" if specific else ""
         self._modules: dict[tuple[Any, ...], Module] = {}
 
     def module(self, **defines: int | float) -> Module:
         """Compiled for the current GPU, or taken from the cache; MissingToolError without a GPU or NVRTC."""
-        key = (_architecture(), *sorted(defines.items()))
+        key = (_architecture() + self.suffix, *sorted(defines.items()))
         if key not in self._modules:
             options = (f"--gpu-architecture={key[0]}", *FLAGS, *(f"-D{name}={value}" for name, value in sorted(defines.items())))
-            self._modules[key] = Module(_cached(self.path.read_bytes(), options))
+            self._modules[key] = Module(_cached(source_text(self.path), options))
         return self._modules[key]
 
 
@@ -71,23 +77,31 @@ class Module:
         self._functions: dict[str, ctypes.c_void_p] = {}
         _ok(_driver().cuLibraryLoadData(ctypes.byref(self._library), cubin, None, None, 0, None, None, 0), "load a kernel")
 
-    def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, overlap: bool = False) -> None:
-        """Launch on the current stream. Tensors are passed as pointers, int as int, float as float.
+    def launch(
+        self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, overlap: bool = False, shared: int = 0
+    ) -> None:
+        """Launch on the current stream. Tensors are passed as pointers, int as int, float as float, ctypes as they are.
 
         `overlap`: programmatic dependent launch; only for kernels that wait (`griddepcontrol.wait`) before they read.
+        `shared`: bytes of dynamic shared memory.
         """
         import torch
 
         values = [_argument(value) for value in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = torch.cuda.current_stream().cuda_stream
-        config = _Launch(*grid, threads, 1, 1, 0, stream, ctypes.pointer(_OVERLAP) if overlap else None, int(overlap))
-        _ok(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function(name), pointers, None), f"launch {name}")
+        config = _Launch(*grid, threads, 1, 1, shared, stream, ctypes.pointer(_OVERLAP) if overlap else None, int(overlap))
+        _ok(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function(name, shared), pointers, None), f"launch {name}")
 
-    def _function(self, name: str) -> ctypes.c_void_p:
+    def _function(self, name: str, shared: int) -> ctypes.c_void_p:
         if name not in self._functions:
             kernel = ctypes.c_void_p()
             _ok(_driver().cuLibraryGetKernel(ctypes.byref(kernel), self._library, name.encode()), f"find {name}")
+            if shared > STATIC_SHARED:
+                import torch
+
+                device = torch.cuda.current_device()
+                _ok(_driver().cuKernelSetAttribute(MAX_DYNAMIC_SHARED, shared, kernel, device), f"give {name} {shared} bytes")
             self._functions[name] = kernel
         return self._functions[name]
 
@@ -98,7 +112,14 @@ def aligned(tensor: Any) -> Any:
     return whole.clone() if whole.data_ptr() % 16 else whole
 
 
+def source_text(path: Path) -> bytes:
+    """The file, with each `#include "path"` replaced by that file; one level deep."""
+    return INCLUDE.sub(lambda found: (path.parent / found[1].decode()).read_bytes(), path.read_bytes())
+
+
 def _argument(value: Any) -> Any:
+    if isinstance(value, ctypes.Array | ctypes._SimpleCData):
+        return value
     if isinstance(value, float):
         return ctypes.c_float(value)
     return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_void_p(value.data_ptr())

@@ -14,6 +14,7 @@ from plugins import nvrtc  # noqa: E402
 
 SOURCES = sorted(Path(nvrtc.__file__).parent.glob("*/kernel.cu"))
 BUILDS = {
+    "quantize": [{"UNROLL": 1, "THREADS": 256}, {"UNROLL": 4, "THREADS": 256}],
     "nvfp4_convert": [{"EXACT": 0}, {"EXACT": 1}],
     "topk_router": [{"EXPERTS": 256, "GROUPS": 8, "KEPT": 4, "TOP_K": 8, "NORMALIZE": 1}],
     "router_gemm": [
@@ -64,7 +65,7 @@ def test_a_compiled_kernel_is_kept_and_appears_whole(tmp_path: Path, monkeypatch
 def test_kernels_compile(source: Path, architecture: str) -> None:
     for defines in BUILDS[source.parent.name]:
         options = (f"--gpu-architecture={architecture}", *nvrtc.FLAGS, *(f"-D{name}={value}" for name, value in defines.items()))
-        assert nvrtc.compile_source(source.read_bytes(), options).startswith(b"\x7fELF")
+        assert nvrtc.compile_source(nvrtc.source_text(source), options).startswith(b"\x7fELF")
 
 
 @needs_nvrtc

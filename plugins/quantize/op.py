@@ -1,0 +1,194 @@
+"""The quantisers as torch ops: CUDA runs the kernels, CPU the reference, and shapes are known to `torch.export`.
+
+    codes, scales = torch.ops.r1_pipeline.fp8_quantize(x, column_major)
+    codes, scales = torch.ops.r1_pipeline.nvfp4_quantize(x, input_scale, tiled)
+
+x BF16 [N, K]; K a multiple of 128 for FP8 and of 64 for NVFP4. `column_major`: scales of one group lie side by side, N padded
+to 4, as DeepGEMM's TMA loads want them. `tiled`: NVFP4 scales [pad128(N), pad4(K/16)] in the 128x4 layout that TensorRT-LLM's
+and cuBLAS' GEMMs take; row by row otherwise, which can be sent and concatenated (`tile_nvfp4_scales` afterwards).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.core.errors import ConfigError
+from plugins.nvrtc import Source, aligned
+from plugins.quantize import reference
+from plugins.quantize.reference import FP8, FP8_GROUP, NVFP4_GROUP
+
+__all__ = ["fp8_dequantize", "fp8_quantize", "nvfp4_dequantize", "nvfp4_quantize", "tile_nvfp4_scales"]
+
+SOURCE = Source(Path(__file__).with_name("kernel.cu"))
+PIECE, THREADS = 8, 256
+"""Values of one 16-byte load; threads of a block."""
+NVFP4_COLUMNS = 64
+"""Columns that share a word of scales."""
+FULL = 132 * 2048
+"""Threads that fill an H200."""
+MAX_ELEMENTS = PIECE << 31
+"""Pieces are counted in 32 bits."""
+
+
+@torch.library.custom_op("r1_pipeline::fp8_quantize", mutates_args=(), device_types="cuda")
+def fp8_quantize(x: Tensor, column_major: bool = False) -> tuple[Tensor, Tensor]:
+    """x BF16 [N, K] -> codes E4M3 [N, K], scales F32 [N, K/128]"""
+    _check(x, torch.bfloat16, FP8_GROUP)
+    out = _fp8_outputs(x, column_major)
+    launch_fp8(aligned(x), *out)
+    return out
+
+
+@torch.library.custom_op("r1_pipeline::fp8_dequantize", mutates_args=(), device_types="cuda")
+def fp8_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """codes E4M3 [N, K], scales F32 [N, K/128] -> BF16 [N, K]"""
+    _check(codes, FP8, FP8_GROUP)
+    out = torch.empty_like(codes, dtype=torch.bfloat16)
+    _launch("fp8_dequantize", out.numel(), aligned(codes), aligned(scales), out, out.numel() // PIECE)
+    return out
+
+
+@torch.library.custom_op("r1_pipeline::nvfp4_quantize", mutates_args=(), device_types="cuda")
+def nvfp4_quantize(x: Tensor, input_scale: Tensor, tiled: bool = False) -> tuple[Tensor, Tensor]:
+    """x BF16 [N, K], input_scale F32 [1] -> codes U8 [N, K/2], scales E4M3 [N, K/16] or tiled"""
+    _check(x, torch.bfloat16, NVFP4_COLUMNS)
+    out = _nvfp4_outputs(x, tiled)
+    launch_nvfp4(aligned(x), input_scale, *out, tiled)
+    return out
+
+
+@torch.library.custom_op("r1_pipeline::nvfp4_dequantize", mutates_args=(), device_types="cuda")
+def nvfp4_dequantize(codes: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
+    """codes U8 [N, K/2], scales E4M3 [N, K/16], scale_2 F32 [S], one for each N/S rows in turn -> BF16 [N, K]"""
+    _check(codes, torch.uint8, NVFP4_COLUMNS // 2)
+    out = codes.new_empty((codes.shape[0], codes.shape[1] * 2), dtype=torch.bfloat16)
+    pieces = out.numel() // PIECE
+    a_scale = pieces // max(1, len(scale_2))
+    _launch("nvfp4_dequantize", out.numel(), aligned(codes), aligned(scales), aligned(scale_2), out, pieces, a_scale)
+    return out
+
+
+@torch.library.custom_op("r1_pipeline::tile_nvfp4_scales", mutates_args=(), device_types="cuda")
+def tile_nvfp4_scales(scales: Tensor) -> Tensor:
+    """Scales E4M3 [N, K/16] row by row -> [pad128(N), K/16] in the 128x4 layout"""
+    _check(scales, FP8, NVFP4_COLUMNS // NVFP4_GROUP)
+    tiled = _tiled(scales)
+    words = tiled.numel() // 4
+    if words:
+        with torch.cuda.device(scales.device):
+            arguments = aligned(scales), tiled, len(scales), len(tiled), tiled.shape[1] // 4
+            module = SOURCE.module(UNROLL=1, THREADS=THREADS)
+            module.launch("tile_scales", (-(-words // THREADS), 1, 1), THREADS, *arguments)
+    return tiled
+
+
+def launch_fp8(x: Tensor, codes: Tensor, scales: Tensor, overlap: bool = False) -> None:
+    """The kernel alone. `overlap`: let it start while the kernel before it on the stream still runs."""
+    shape = x.numel() // PIECE, x.shape[1] // FP8_GROUP
+    _launch("fp8_quantize", x.numel(), x, codes, scales, *shape, *scales.stride(), overlap=overlap)
+
+
+def launch_nvfp4(x: Tensor, input_scale: Tensor, codes: Tensor, scales: Tensor, tiled: bool, overlap: bool = False) -> None:
+    """The kernel alone."""
+    rows, quads = len(scales), x.shape[1] // NVFP4_COLUMNS
+    arguments = x, input_scale, codes, scales, len(x), rows, quads, int(tiled)
+    _launch("nvfp4_quantize", rows * x.shape[1], *arguments, overlap=overlap)
+
+
+@fp8_quantize.register_fake
+def _(x: Tensor, column_major: bool = False) -> tuple[Tensor, Tensor]:
+    return _fp8_outputs(x, column_major)
+
+
+@fp8_dequantize.register_fake
+def _(codes: Tensor, scales: Tensor) -> Tensor:
+    return torch.empty_like(codes, dtype=torch.bfloat16)
+
+
+@nvfp4_quantize.register_fake
+def _(x: Tensor, input_scale: Tensor, tiled: bool = False) -> tuple[Tensor, Tensor]:
+    return _nvfp4_outputs(x, tiled)
+
+
+@nvfp4_dequantize.register_fake
+def _(codes: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
+    return codes.new_empty((codes.shape[0], codes.shape[1] * 2), dtype=torch.bfloat16)
+
+
+@tile_nvfp4_scales.register_fake
+def _(scales: Tensor) -> Tensor:
+    return _tiled(scales)
+
+
+@fp8_quantize.register_kernel("cpu")
+def _(x: Tensor, column_major: bool = False) -> tuple[Tensor, Tensor]:
+    _check(x, torch.bfloat16, FP8_GROUP)
+    out = _fp8_outputs(x, column_major)
+    for tensor, found in zip(out, reference.fp8_quantize(x), strict=True):
+        tensor.copy_(found)
+    return out
+
+
+@fp8_dequantize.register_kernel("cpu")
+def _(codes: Tensor, scales: Tensor) -> Tensor:
+    _check(codes, FP8, FP8_GROUP)
+    return reference.fp8_dequantize(codes, scales)
+
+
+@nvfp4_quantize.register_kernel("cpu")
+def _(x: Tensor, input_scale: Tensor, tiled: bool = False) -> tuple[Tensor, Tensor]:
+    _check(x, torch.bfloat16, NVFP4_COLUMNS)
+    codes, scales = reference.nvfp4_quantize(x, input_scale)
+    return codes, reference.tile_scales(scales) if tiled else scales
+
+
+@nvfp4_dequantize.register_kernel("cpu")
+def _(codes: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
+    _check(codes, torch.uint8, NVFP4_COLUMNS // 2)
+    return reference.nvfp4_dequantize(codes, scales, scale_2)
+
+
+@tile_nvfp4_scales.register_kernel("cpu")
+def _(scales: Tensor) -> Tensor:
+    _check(scales, FP8, NVFP4_COLUMNS // NVFP4_GROUP)
+    return reference.tile_scales(scales)
+
+
+def _launch(name: str, elements: int, *arguments: Tensor | int, overlap: bool = False) -> None:
+    """One piece a thread while the chip is not full, then several."""
+    if not elements:
+        return
+    pieces = elements // PIECE
+    tensor = next(value for value in arguments if isinstance(value, Tensor))
+    with torch.cuda.device(tensor.device):
+        unroll = next((count for count in (4, 2) if pieces >= count * FULL), 1)
+        grid = (-(-pieces // (THREADS * unroll)), 1, 1)
+        SOURCE.module(UNROLL=unroll, THREADS=THREADS).launch(name, grid, THREADS, *arguments, overlap=overlap)
+
+
+def _check(x: Tensor, dtype: torch.dtype, columns: int) -> None:
+    if x.dim() != 2 or x.dtype != dtype or x.shape[1] % columns:
+        raise ConfigError(f"{x.dtype} {list(x.shape)} cannot be taken: it must be {dtype} [N, C] with C a multiple of {columns}.")
+    if x.numel() >= MAX_ELEMENTS:
+        raise ConfigError(f"{x.numel()} elements in one call are too many: the kernels take fewer than {MAX_ELEMENTS}.")
+
+
+def _fp8_outputs(x: Tensor, column_major: bool) -> tuple[Tensor, Tensor]:
+    rows, groups = x.shape[0], x.shape[1] // FP8_GROUP
+    codes = torch.empty_like(x, dtype=FP8, memory_format=torch.contiguous_format)
+    if not column_major:
+        return codes, x.new_empty((rows, groups), dtype=torch.float32)
+    return codes, x.new_empty((groups, (rows + 3) // 4 * 4), dtype=torch.float32).t()[:rows]
+
+
+def _nvfp4_outputs(x: Tensor, tiled: bool) -> tuple[Tensor, Tensor]:
+    codes = x.new_empty((x.shape[0], x.shape[1] // 2), dtype=torch.uint8)
+    scales = x.new_empty((x.shape[0], x.shape[1] // NVFP4_GROUP), dtype=FP8)
+    return codes, _tiled(scales) if tiled else scales
+
+
+def _tiled(scales: Tensor) -> Tensor:
+    return scales.new_empty(((scales.shape[0] + 127) // 128 * 128, scales.shape[1]))

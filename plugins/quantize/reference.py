@@ -1,0 +1,79 @@
+"""The quantisation that every kernel must reproduce to the bit, in float32 torch.
+
+FP8, groups of 128 along a row (amax: a group's largest magnitude, at least 2^-33):
+    scale = amax / 448            code = e4m3(x * (448 / amax))
+NVFP4, groups of 16, with a static `input_scale` for the whole tensor (calibrated amax / 2688):
+    scale = e4m3(amax / (6 * input_scale)), clamped to [2^-9, 448]; 1 for a group of zeros
+    code  = e2m1(x * (1 / (scale * input_scale)))
+Both round to nearest, ties to even, and saturate. A NaN makes its group NaN when it is dequantised. Infinity makes a group of
+FP8 NaN, in NVFP4 it saturates. A product by a reciprocal, as in TensorRT-LLM's quantisers, and not `pipeline.formats.nvfp4`'s
+division: codes differ from it in rare ties.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["fp8_dequantize", "fp8_quantize", "nvfp4_dequantize", "nvfp4_quantize", "tile_scales"]
+
+FP8 = torch.float8_e4m3fn
+FP8_GROUP, NVFP4_GROUP = 128, 16
+LEAST_AMAX = 2.0**-33
+E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Where codes change; ties go to the even one."""
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def fp8_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x BF16 [N, K] -> codes E4M3 [N, K], scales F32 [N, K/128]"""
+    groups = x.float().unflatten(-1, (-1, FP8_GROUP))
+    amax = groups.abs().amax(-1, keepdim=True).clamp(min=LEAST_AMAX)
+    inverse = amax.new_tensor(448) / amax  # a Python number over a tensor would be a product by its reciprocal
+    codes = (groups * inverse).clamp(-448, 448).to(FP8)
+    return codes.flatten(-2), (amax / 448).squeeze(-1)
+
+
+def fp8_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """-> BF16 [N, K]"""
+    groups = codes.float().unflatten(-1, (-1, FP8_GROUP))
+    return (groups * scales.unsqueeze(-1)).flatten(-2).bfloat16()
+
+
+def nvfp4_quantize(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """x BF16 [N, K] -> codes U8 [N, K/2], the even element in the low nibble, and scales E4M3 [N, K/16]"""
+    groups = x.float().unflatten(-1, (-1, NVFP4_GROUP))
+    wanted = groups.abs().amax(-1) / (6 * input_scale)
+    scales = wanted.masked_fill(wanted == 0, 1.0).clamp(2.0**-9, 448).to(FP8)
+    codes = e2m1(groups * (1 / (scales.float() * input_scale)).unsqueeze(-1)).flatten(-2)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, scales
+
+
+def nvfp4_dequantize(codes: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
+    """scale_2 F32 [S], of N/S rows each -> BF16 [N, K]"""
+    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
+    unpacked = values[torch.stack((codes & 15, codes >> 4), dim=-1).int()].flatten(-2)
+    rows = scale_2.repeat_interleave(len(codes) // max(1, len(scale_2)))
+    whole = scales.float() * rows.unsqueeze(-1)
+    return (unpacked.unflatten(-1, (-1, NVFP4_GROUP)) * whole.unsqueeze(-1)).flatten(-2).bfloat16()
+
+
+def tile_scales(scales: Tensor) -> Tensor:
+    """Scales [N, C], bytes -> [pad128(N), pad4(C)], in the order in which tensor cores read them, zeros beyond.
+
+    Tiles of 128 rows by 4 columns; within one, rows r, r + 32, r + 64 and r + 96 lie side by side (cuBLAS' 128x4 layout).
+    """
+    rows, columns = scales.shape
+    padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 4) * 4, dtype=torch.uint8, device=scales.device)
+    padded[:rows, :columns] = scales.view(torch.uint8)
+    tiles = padded.view(len(padded) // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(padded.shape).view(scales.dtype)
+
+
+def e2m1(values: Tensor) -> Tensor:
+    """Codes U8 of float32 values, saturated; NaN is 6."""
+    size = values.abs()
+    code = torch.zeros_like(values, dtype=torch.uint8)
+    for index, bound in enumerate(E2M1_BOUNDS):
+        code += (size >= bound if index % 2 else size > bound).byte()
+    return code.masked_fill(values.isnan(), 7) | torch.signbit(values).byte() << 3

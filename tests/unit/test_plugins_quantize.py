@@ -1,0 +1,156 @@
+"""The quantisers against their reference, to the bit: their own source run on the CPU, the ops everywhere, on a GPU if any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.core.errors import ConfigError
+from pipeline.formats import get_format
+from tests._utils.cuda_on_cpu import CudaOnCpu
+
+torch = pytest.importorskip("torch", reason="the ops are torch's")
+
+from plugins.quantize import op, reference  # noqa: E402
+
+SIGNATURES = {
+    "fp8_quantize": "const uint4*, uint2*, float*, u32, u32, u32, u32",
+    "fp8_dequantize": "const uint2*, const float*, uint4*, u32",
+    "nvfp4_quantize": "const uint4*, const float*, u32*, u32*, u32, u32, u32, int",
+    "nvfp4_dequantize": "const u32*, const u8*, const float*, uint4*, u32, u32",
+    "tile_scales": "const u32*, u32*, u32, u32, u32",
+}
+SHAPES = [(1, 128), (3, 384), (131, 128), (37, 640)]
+KINDS = ("random", "wide", "steps", "zeros", "nan", "inf")
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use here")),
+]
+
+
+def inputs(kind: str, shape: tuple[int, int]) -> torch.Tensor:
+    """BF16 activations that tell roundings, ranges and bad values apart."""
+    generator = torch.Generator().manual_seed(shape[0] * 1000 + shape[1] + len(kind))
+    x = torch.randn(shape, generator=generator)
+    if kind == "wide":
+        x *= 10.0 ** torch.randint(-20, 20, shape, generator=generator)
+    if kind == "steps":  # every tie of E2M1 and many of E4M3, with a block's largest value at 6
+        x = torch.randint(-24, 25, shape, generator=generator) / 4.0
+        x[:, ::16] = 6.0
+    if kind == "zeros":
+        x[:, :128] = 0
+    if kind in ("nan", "inf"):
+        x[0, 5] = -float(kind)
+    return x.bfloat16()
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal bytes, but any NaN for a NaN."""
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    torch.testing.assert_close(found.float().cpu(), wanted.float().cpu(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one piece", "two pieces"])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, CudaOnCpu]:
+    defines = {"UNROLL": request.param, "THREADS": 64}
+    return request.param, CudaOnCpu(Path(op.__file__).with_name("kernel.cu"), SIGNATURES, defines, tmp_path_factory.mktemp("q"))
+
+
+def run(kernels: tuple[int, CudaOnCpu], name: str, elements: int, *arguments: torch.Tensor | int) -> None:
+    """A kernel on the CPU over `elements` values."""
+    unroll, source = kernels
+    arrays = [value.view(torch.uint8).numpy() if isinstance(value, torch.Tensor) else value for value in arguments]
+    source.launch(name, (-(-elements // (8 * 64 * unroll)), 1, 1), 64, *arrays)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_kernels_vs_reference(kernels: tuple[int, CudaOnCpu], kind: str, shape: tuple[int, int]) -> None:
+    x = inputs(kind, shape)
+    wanted, scales = reference.fp8_quantize(x)
+    codes, found, back = torch.full_like(wanted, -1), torch.full_like(scales, -1), torch.full_like(x, -1)
+    run(kernels, "fp8_quantize", x.numel(), x, codes, found, x.numel() // 8, shape[1] // 128, *found.stride())
+    same(codes, wanted)
+    same(found, scales)
+    run(kernels, "fp8_dequantize", x.numel(), wanted, scales, back, x.numel() // 8)
+    same(back, reference.fp8_dequantize(wanted, scales))
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["rows", "tiles"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nvfp4_kernels_vs_reference(kernels: tuple[int, CudaOnCpu], kind: str, shape: tuple[int, int], tiled: bool) -> None:
+    x, input_scale = inputs(kind, shape), torch.tensor([4.0 / 2688 if kind != "steps" else 6.0 / 2688])
+    codes, scales = reference.nvfp4_quantize(x, input_scale)
+    wanted = reference.tile_scales(scales) if tiled else scales
+    found, found_scales = torch.full_like(codes, 0xA5), torch.full_like(wanted, -1)
+    rows, quads = len(wanted), shape[1] // 64
+    run(kernels, "nvfp4_quantize", rows * shape[1], x, input_scale, found, found_scales, len(x), rows, quads, int(tiled))
+    same(found_scales, wanted)
+    same(found, codes)
+    back, again = torch.full_like(x, -1), torch.full_like(reference.tile_scales(scales), -1)
+    run(kernels, "nvfp4_dequantize", x.numel(), codes, scales, input_scale, back, x.numel() // 8, x.numel() // 8)
+    same(back, reference.nvfp4_dequantize(codes, scales, input_scale))
+    arrays = (tensor.view(torch.uint8).numpy() for tensor in (scales, again))
+    kernels[1].launch("tile_scales", (-(-again.numel() // 4 // 64), 1, 1), 64, *arrays, len(x), len(again), quads)
+    same(again, reference.tile_scales(scales))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ops_vs_reference(device: str, kind: str) -> None:
+    input_scale = torch.tensor([4.0 / 2688])
+    for shape in [*SHAPES, (0, 128), (1, 7168), (61, 2048)] + ([(1027, 7168)] if device == "cuda" else []):
+        x = inputs(kind, shape) if shape[0] else torch.empty(shape).bfloat16()
+        codes, scales = reference.fp8_quantize(x)
+        for column_major in (False, True):
+            found = torch.ops.r1_pipeline.fp8_quantize(x.to(device), column_major)
+            same(found[0], codes)
+            same(found[1], scales)
+            assert not column_major or found[1].stride(0) == 1
+        same(torch.ops.r1_pipeline.fp8_dequantize(codes.to(device), scales.to(device)), reference.fp8_dequantize(codes, scales))
+        codes, scales = reference.nvfp4_quantize(x, input_scale)
+        for tiled in (False, True):
+            found = torch.ops.r1_pipeline.nvfp4_quantize(x.to(device), input_scale.to(device), tiled)
+            same(found[0], codes)
+            same(found[1], reference.tile_scales(scales) if tiled else scales)
+        same(torch.ops.r1_pipeline.tile_nvfp4_scales(scales.to(device)), reference.tile_scales(scales))
+        back = torch.ops.r1_pipeline.nvfp4_dequantize(codes.to(device), scales.to(device), input_scale.to(device))
+        same(back, reference.nvfp4_dequantize(codes, scales, input_scale))
+
+
+def test_nvfp4_agrees_with_the_weight_format_but_for_ties() -> None:
+    x, amax = inputs("random", (64, 1024)), 4.7
+    stored = get_format("nvfp4").quantize(x.float().numpy(), amax=amax, input_scale=1.0)
+    codes, scales = reference.nvfp4_quantize(x, torch.tensor([np.float32(amax) / np.float32(2688)]))
+    np.testing.assert_array_equal(scales.view(torch.uint8).numpy(), stored["weight_scale"].view(np.uint8))
+    assert (codes.numpy() != stored["weight"]).mean() < 1e-3
+
+
+def test_tiles_are_where_tensor_cores_look() -> None:
+    rows, columns = 200, 8
+    scales = (torch.arange(rows * columns) % 251).byte().view(rows, columns)
+    flat = reference.tile_scales(scales).flatten()
+    for row, column in ((0, 0), (33, 1), (127, 7), (128, 4), (199, 5)):
+        tile = row // 128 * (columns // 4) + column // 4
+        assert flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] == scales[row, column]
+
+
+def test_ops_are_known_to_export() -> None:
+    x, scale = inputs("random", (3, 128)), torch.tensor([0.002])
+    codes, scales = reference.nvfp4_quantize(x, scale)
+    calls = [(op.fp8_quantize, (x, False)), (op.fp8_quantize, (x, True)), (op.nvfp4_quantize, (x, scale, True))]
+    calls += [(op.nvfp4_quantize, (x, scale, False)), (op.fp8_dequantize, reference.fp8_quantize(x))]
+    calls += [(op.nvfp4_dequantize, (codes, scales, scale)), (op.tile_nvfp4_scales, (scales,))]
+    checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the schema's check cannot compare FP8 tensors
+    for call, arguments in calls:
+        torch.library.opcheck(call, arguments, test_utils=checks)
+
+
+def test_what_kernels_cannot_take_is_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of 128"):
+        op.fp8_quantize(torch.zeros(2, 96).bfloat16())
+    with pytest.raises(ConfigError, match=r"must be torch\.bfloat16"):
+        op.nvfp4_quantize(torch.zeros(2, 64), torch.ones(1))
