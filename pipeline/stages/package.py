@@ -15,13 +15,19 @@ from pipeline.core.stage import Need, Stage, StageContext
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.triton.pbtxt import ModelConfig
+    from pipeline.triton.releases import Release
 
 __all__ = ["STAGE", "run"]
 
 
 def toolchain(config: Config) -> dict[str, str]:
-    """What prints the text of config.pbtxt."""
-    return {name: metadata.version(name) for name in ("protobuf", "tritonclient")}
+    """What prints the text of config.pbtxt, and the release that it is printed for; ConfigError if that cannot serve it."""
+    from pipeline.triton.layouts import chosen
+    from pipeline.triton.releases import target
+
+    release = target(config)
+    versions = {name: metadata.version(name) for name in ("protobuf", "tritonclient")}
+    return versions | {"layout": chosen(config), "triton": release.tag if release else "none holds the engine"}
 
 
 STAGE = Stage(
@@ -33,7 +39,9 @@ STAGE = Stage(
         "pipeline/stages/package.py",
         "pipeline/triton/pbtxt.py",
         "pipeline/triton/check.py",
+        "pipeline/lint/repository",
         "pipeline/triton/layouts",
+        "pipeline/triton/releases",
         "triton_repo",
     ),
     toolchain=toolchain,
@@ -42,20 +50,48 @@ STAGE = Stage(
 
 
 def run(ctx: StageContext) -> None:
-    """Let the engine's layout write the repository, check it, describe it in package.json."""
+    """Let the layout write the repository for the release, check it, describe it in package.json."""
     from pipeline.core.jsonio import write_json
     from pipeline.triton.check import check_repository
+    from pipeline.triton.layouts import chosen
+    from pipeline.triton.releases import target
 
-    repository = ctx.out / "repository"
+    repository, layout, release = ctx.out / "repository", chosen(ctx.config), target(ctx.config)
     repository.mkdir()
-    import_module(f"pipeline.triton.layouts.{ctx.config.engine.kind}").layout(ctx)
+    import_module(f"pipeline.triton.layouts.{layout}").layout(ctx, release)
     models = check_repository(repository)
     write_json(ctx.out / "package.json", {
         "engine": ctx.config.engine.kind,
+        "layout": layout,
         "models": {name: _describe(config) for name, config in models.items()},
         "sources": _source_digests(repository),
+        "triton": _container(ctx.config, release),
     })  # fmt: skip
     ctx.progress.note(f"repository with {', '.join(models)}")
+    if release is None:
+        ctx.progress.note(_without_container(ctx.config))
+
+
+def _container(config: Config, release: Release | None) -> dict[str, Any]:
+    """The release that the repository is written for, and the container to serve it in."""
+    image = release.images.get(config.engine.kind) if release else None
+    return {
+        "release": release.tag if release else None,
+        "server": release.server if release else None,
+        "container": image.container if image else None,
+        "engine_version": image.version if image else None,
+    }
+
+
+def _without_container(config: Config) -> str:
+    from pipeline.triton.releases import releases
+
+    kind = config.engine.kind
+    newest = [release.images[kind] for release in releases() if kind in release.images][-1]
+    return (
+        f"no container of Triton holds {kind} {getattr(config.engine, kind).version} (the newest is {newest.container} with "
+        f"{newest.version}): serve it with an image of your own"
+    )
 
 
 def _describe(config: ModelConfig) -> dict[str, Any]:

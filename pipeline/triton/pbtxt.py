@@ -9,15 +9,23 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from pipeline.core.errors import ConfigError
+from pipeline.triton.releases import takes
 
-__all__ = ["ModelConfig", "TensorSpec", "build", "read", "write"]
+if TYPE_CHECKING:
+    from pipeline.triton.releases import Release
+
+__all__ = ["ModelConfig", "TensorSpec", "build", "read", "specs", "write"]
 
 ModelConfig = pb.ModelConfig
+FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+FIRST_RESPONSE_MS = (25, 50, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 25600)
+"""Buckets of the time to the first token; the server's own end at 5 s. Counted with --metrics-config=histogram_latencies=true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,15 @@ class TensorSpec:
     optional: bool = False
 
 
+def specs(table: Mapping[str, str], *, optional: bool = False) -> tuple[TensorSpec, ...]:
+    """{"stop_words": "STRING[-1]"}: names and kinds, with dims where those are not [1]."""
+    found = []
+    for name, text in table.items():
+        kind, _, dims = text.rstrip("]").partition("[")
+        found.append(TensorSpec(name, kind, tuple(map(int, dims.split(","))) if dims else (1,), optional))
+    return tuple(found)
+
+
 def build(
     name: str,
     *,
@@ -39,17 +56,26 @@ def build(
     backend: str = "python",
     max_batch_size: int = 0,
     decoupled: bool = True,
+    kind: int = pb.ModelInstanceGroup.KIND_CPU,
+    release: Release | None = None,
 ) -> pb.ModelConfig:
-    """The config of a model with one CPU instance (a python model places its own tensors)."""
+    """The config of a model with one instance, on the CPU for Triton (a python model places its own tensors).
+
+    `release` is the server that will read it; None: one of any release.
+    """
     config = pb.ModelConfig(name=name, backend=backend, max_batch_size=max_batch_size)
     config.model_transaction_policy.decoupled = decoupled
     for spec in inputs:
         config.input.add(name=spec.name, data_type=_data_type(spec), dims=spec.dims, optional=spec.optional)
     for spec in outputs:
         config.output.add(name=spec.name, data_type=_data_type(spec), dims=spec.dims)
-    config.instance_group.add(count=1, kind=pb.ModelInstanceGroup.KIND_CPU)
+    config.instance_group.add(count=1, kind=kind)
     for key in sorted(parameters):
         config.parameters[key].string_value = parameters[key]
+    if decoupled and takes(release, "model_metrics"):
+        control = config.model_metrics.metric_control.add()
+        control.metric_identifier.family = FIRST_RESPONSE
+        control.histogram_options.buckets.extend(FIRST_RESPONSE_MS)
     return config
 
 

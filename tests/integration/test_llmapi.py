@@ -20,7 +20,7 @@ from pipeline.core.stage import StageContext
 from pipeline.engines.trtllm.build import build
 from pipeline.planner.plan import make_plan
 from pipeline.triton.client import Client, TritonError
-from pipeline.triton.layouts.trtllm import layout
+from pipeline.triton.layouts.llmapi import layout
 from pipeline.triton.server import find_server, start
 
 FAKE = Path(__file__).parents[1] / "_utils" / "fake_tensorrt_llm.py"

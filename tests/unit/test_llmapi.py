@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ from tests._utils import fake_tensorrt_llm
 
 CODE = Path(__file__).parents[2] / "triton_repo" / "llmapi" / "1"
 FINAL = 1
-CONFIG = {"model_transaction_policy": {"decoupled": True}, "max_batch_size": 0}
+LIMIT = {"max_requests": {"string_value": "3"}}
+CONFIG = {"model_transaction_policy": {"decoupled": True}, "max_batch_size": 0, "parameters": LIMIT}
 
 
 @dataclass
@@ -85,6 +86,30 @@ class TritonError(Exception):
         self.code = code
 
 
+class TritonModelException(Exception):  # noqa: N818
+    """As the server's."""
+
+
+class Counter:
+    """A metric family and its only metric, by name."""
+
+    GAUGE, COUNTER = "gauge", "counter"
+    values: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, name: str, description: str, kind: str) -> None:
+        self.label = name
+        self.values[name] = 0
+
+    def Metric(self, labels: dict[str, str]) -> Counter:  # noqa: N802
+        return self
+
+    def set(self, value: float) -> None:
+        self.values[self.label] = value
+
+    def increment(self, value: float) -> None:
+        self.values[self.label] += value
+
+
 def load_file(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, CODE / f"{name}.py")
     assert spec and spec.loader
@@ -100,10 +125,11 @@ def code(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     backend = ModuleType("triton_python_backend_utils")
     for name, value in {
         "Tensor": Tensor, "InferenceResponse": Response, "TritonError": TritonError,
-        "TRITONSERVER_RESPONSE_COMPLETE_FINAL": FINAL,
+        "TRITONSERVER_RESPONSE_COMPLETE_FINAL": FINAL, "MetricFamily": Counter, "TritonModelException": TritonModelException,
     }.items():  # fmt: skip
         setattr(backend, name, value)
-    for name, module in {"triton_python_backend_utils": backend, "tensorrt_llm": fake_tensorrt_llm}.items():
+    modules = {"triton_python_backend_utils": backend} | dict.fromkeys(("tensorrt_llm", "tensorrt_llm.llmapi"), fake_tensorrt_llm)
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "sampling", None)
     load_file("sampling")
@@ -115,7 +141,7 @@ def arguments(folder: Path, config: dict[str, Any] = CONFIG, **settings: Any) ->
     policy = {"decoupled": True, "max_batch_size": 0}
     settings = {"model": "checkpoint", "tensor_parallel_size": 2, "triton_config": policy} | settings
     (folder / "1" / "model.yaml").write_text(yaml.safe_dump(settings))
-    return {"model_config": json.dumps(config), "model_repository": str(folder), "model_version": "1"}
+    return {"model_config": json.dumps(config), "model_repository": str(folder), "model_version": "1", "model_name": "m"}
 
 
 @pytest.fixture
@@ -180,6 +206,9 @@ def test_sampling_reaches_the_engine_under_its_own_names(code):
         ({"sampling_param_best_of": 2}, "one completion"),
         ({"lora_name": text("x")}, "not served"),
         ({"streaming": np.array([True, False])}, "send one"),
+        ({"guided_decoding_guide_type": text("json")}, "the engine has no guided_decoding_backend"),
+        ({"guided_decoding_guide_type": text("xml")}, "not one of json, json_schema, regex, ebnf_grammar"),
+        ({"guided_decoding_guide_type": text("regex")}, "needs a guided_decoding_guide"),
         ({"text_input": text("")}, "empty"),
         ({"text_input": np.array([[b"a"]], np.object_)}, "shape"),
     ],
@@ -188,6 +217,43 @@ def test_refusals_are_sentences_and_invalid_arguments(model, inputs, sentence):
     [response] = answered(model, ask("abc", **inputs))
     assert response.error.code == "INVALID_ARG"
     assert sentence in str(response.error)
+
+
+def test_no_chunk_ends_inside_a_character_or_a_stop_word(model):
+    responses = answered(model, ask("🙂你b", streaming=True, sampling_param_stop=text("你🙂")))
+    assert [response.text() for response in responses] == ["b", ""]
+    assert [response.text() for response in answered(model, ask("🙂你b", streaming=True))] == ["b", "你", "🙂", ""]
+
+
+def test_counts_of_tokens_come_with_the_last_response(model):
+    *others, last = answered(model, ask("🙂b", streaming=True, return_num_input_tokens=True, return_num_output_tokens=True))
+    assert {tensor.label: tensor.array[0] for tensor in last.output_tensors if tensor.label != "text_output"} == {
+        "num_input_tokens": 5, "num_output_tokens": 5,
+    }  # fmt: skip
+    assert all(len(response.output_tensors) == 1 for response in others)
+
+
+def test_guides_reach_an_engine_that_is_set_up_for_them(code, tmp_path):
+    served = code.TritonPythonModel()
+    served.initialize(arguments(tmp_path, guided_decoding_backend="xgrammar"))
+    for kind, guide in {"json": {"json_object": True}, "regex": {"regex": "a+"}, "ebnf_grammar": {"grammar": "a+"}}.items():
+        answered(served, ask("ab", guided_decoding_guide_type=text(kind), guided_decoding_guide=text("a+")))
+        assert served._llm.results[-1]._values["guided_decoding"].guide == guide
+    served.finalize()
+
+
+def test_what_does_not_fit_is_refused_and_room_comes_back(model):
+    running = [ask("slow" + "x" * 40, ident=str(number)) for number in range(3)]
+    model.execute(running)
+    time.sleep(0.05)
+    [response] = answered(model, ask("ab"))
+    assert (response.error.code, "try again later" in str(response.error)) == ("UNAVAILABLE", True)
+    assert Counter.values["llm_requests_running"] == 3
+    for request in running:
+        request.sender.gone = True
+    assert all(request.sender.done.wait(2) for request in running)
+    assert answered(model, ask("ab"))[0].text() == "ba"
+    assert Counter.values["llm_generated_tokens"] > 2
 
 
 def test_a_failing_engine_answers_and_the_next_request_works(model):

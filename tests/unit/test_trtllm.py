@@ -22,7 +22,7 @@ from pipeline.engines.trtllm.versions import known_lines, version_line
 from pipeline.planner.plan import make_plan
 from pipeline.triton import pbtxt
 from pipeline.triton.check import check_repository
-from pipeline.triton.layouts.trtllm import layout
+from pipeline.triton.layouts.llmapi import layout
 
 R1_B200 = ("+hw=b200", "model=deepseek_r1")
 

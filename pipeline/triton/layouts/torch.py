@@ -7,52 +7,44 @@ import shutil
 from pathlib import Path
 
 from pipeline.core.stage import StageContext
-from pipeline.share import share
 from pipeline.triton import pbtxt
-from pipeline.triton.pbtxt import TensorSpec
+from pipeline.triton.layouts import write_model
+from pipeline.triton.releases import Release
 
 __all__ = ["layout"]
 
 INPUTS = (
-    TensorSpec("text_input", "STRING"),
-    *(
-        TensorSpec(name, kind, dims, optional=True)
-        for name, kind, dims in (
-            ("max_tokens", "INT32", (1,)),
-            ("stream", "BOOL", (1,)),
-            ("temperature", "FP32", (1,)),
-            ("top_k", "INT32", (1,)),
-            ("top_p", "FP32", (1,)),
-            ("seed", "UINT64", (1,)),
-            ("stop_words", "STRING", (-1,)),
-            ("ignore_eos", "BOOL", (1,)),
-            ("exclude_input_in_output", "BOOL", (1,)),
-            ("return_finish_reason", "BOOL", (1,)),
-            ("return_num_input_tokens", "BOOL", (1,)),
-            ("return_num_output_tokens", "BOOL", (1,)),
-        )
+    *pbtxt.specs({"text_input": "STRING"}),
+    *pbtxt.specs(
+        {
+            "max_tokens": "INT32",
+            "stream": "BOOL",
+            "temperature": "FP32",
+            "top_k": "INT32",
+            "top_p": "FP32",
+            "seed": "UINT64",
+            "stop_words": "STRING[-1]",
+            "ignore_eos": "BOOL",
+            "exclude_input_in_output": "BOOL",
+            "return_finish_reason": "BOOL",
+            "return_num_input_tokens": "BOOL",
+            "return_num_output_tokens": "BOOL",
+        },
+        optional=True,
     ),
 )
-OUTPUTS = (
-    TensorSpec("text_output", "STRING"),
-    TensorSpec("finish_reason", "STRING"),
-    TensorSpec("num_input_tokens", "INT32"),
-    TensorSpec("num_output_tokens", "INT32"),
+OUTPUTS = pbtxt.specs(
+    {"text_output": "STRING", "finish_reason": "STRING", "num_input_tokens": "INT32", "num_output_tokens": "INT32"}
 )
 
 
-def layout(ctx: StageContext) -> None:
+def layout(ctx: StageContext, release: Release | None = None) -> None:
     """Write `repository/<model>/config.pbtxt` and `1/` with the model's code beside the engine's files."""
     serve = ctx.config.serve
     name = serve.model_name or ctx.config.model.name
-    version = ctx.out / "repository" / name / "1"
-    version.mkdir(parents=True)
-    config = pbtxt.build(
-        name, inputs=INPUTS, outputs=OUTPUTS, parameters={"max_queue": str(serve.max_queue)}, max_batch_size=1
-    )
-    pbtxt.write(version.parent / "config.pbtxt", config)
-    for source in sorted((share("triton_repo") / "torch" / "1").glob("*.py")):
-        shutil.copyfile(source, version / source.name)
+    parameters = {"max_queue": str(serve.max_queue)}
+    config = pbtxt.build(name, inputs=INPUTS, outputs=OUTPUTS, parameters=parameters, max_batch_size=1, release=release)
+    version = write_model(ctx.out / "repository", config, "torch")
     for source in sorted(path for path in ctx.inputs["engine"].rglob("*") if path.is_file()):
         place(source, version / source.relative_to(ctx.inputs["engine"]))
 

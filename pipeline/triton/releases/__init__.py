@@ -20,7 +20,18 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
 
-__all__ = ["Image", "Release", "field_release", "holding", "python_backend", "refused_fields", "release", "releases", "target"]
+__all__ = [
+    "Image",
+    "Release",
+    "field_release",
+    "holding",
+    "python_backend",
+    "refused_fields",
+    "release",
+    "releases",
+    "takes",
+    "target",
+]
 
 CONTAINERS = {"trtllm": "trtllm-python-py3", "vllm": "vllm-python-py3"}
 """Engine kind -> suffix of its container's tag."""
@@ -106,9 +117,16 @@ def target(config: Config) -> Release | None:
     return chosen
 
 
+def takes(item: Release | None, field: str) -> bool:
+    """Whether the server of a release takes a config field, by its dotted path; None: whether every server does."""
+    since = field_release(field)
+    return since is None or (item is not None and _order(item.tag) >= _order(since))
+
+
 def refused_fields(config: Message, tag: str) -> list[str]:
     """Fields of a config.pbtxt that the server of release `tag` does not know; it would refuse the whole file."""
-    return [path for path in _paths(config) if (since := field_release(path)) and _order(tag) < _order(since)]
+    item = release(tag)
+    return [path for path in _paths(config) if not takes(item, path)]
 
 
 def field_release(path: str) -> str | None:

@@ -1,8 +1,8 @@
 """Triton's python backend around `tensorrt_llm.LLM` (PyTorch backend), with the tensors of upstream's llmapi model.
 
 Written against the documented LLM API and tested with a stand-in for it; never run on a GPU. Differs from upstream's
-model on purpose: while streaming, each response holds only the new text (the LLM API hands out all text so far), and
-what it does not serve is refused instead of ignored.
+model on purpose: while streaming, each response holds only the new text (the LLM API hands out all text so far) and no
+half of a character, what it does not serve is refused instead of ignored, and so is what no longer fits into the queue.
 
 `LLM` lives on an event loop in a thread of its own. Each request is a task there: it feeds the client, and ends the
 generation when the client is gone (looked for every CANCEL_PERIOD) or when a request with its id says `stop`.
@@ -14,7 +14,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from sampling import Call, read_call, wants_stop
 
 CANCEL_PERIOD = 0.1
 """Seconds between two looks at whether the client is gone."""
+HALF = "\N{REPLACEMENT CHARACTER}"
+"""Ends the text while the last character's tokens are not all there."""
 JOB_VARIABLES = ("OMPI_", "PMIX_", "PMI_")
 """Left by a launcher such as mpirun; LLM would take this process for one rank of that job."""
 
@@ -36,13 +38,16 @@ class TritonPythonModel:
         """Read model.yaml, hold it against config.pbtxt, and start the engine."""
         folder = Path(args["model_repository"]) / args["model_version"]
         file = Path(os.environ.get("LLM_CONFIG_PATH", folder / "model.yaml"))
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-        _same_policy(settings.pop("triton_config"), json.loads(args["model_config"]))
+        settings, config = yaml.safe_load(file.read_text(encoding="utf-8")), json.loads(args["model_config"])
+        _same_policy(settings.pop("triton_config"), config)
         for name in [name for name in os.environ if name.startswith(JOB_VARIABLES)]:
             del os.environ[name]
-        llm, self._sampling_params = _tensorrt_llm()
+        llm, self._sampling_params, self._guided = _tensorrt_llm()
         settings["model"] = str(folder / settings["model"])  # an absolute path stays what it is
         self._llm = llm(**settings)
+        self._guides = bool(settings.get("guided_decoding_backend"))
+        self._room = threading.BoundedSemaphore(int(config["parameters"]["max_requests"]["string_value"]))
+        self._metrics = Metrics(args["model_name"])
         self._stops: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -58,10 +63,18 @@ class TritonPythonModel:
                 if wants_stop(tensors):
                     self._loop.call_soon_threadsafe(self._stop, request.request_id(), sender)
                     continue
-                call = read_call(tensors)
+                call = self._possible(read_call(tensors))
+                if not self._room.acquire(blocking=False):
+                    raise _FullError("as many requests run or wait as may; try again later, or raise serve.max_queue")
                 self._loop.call_soon_threadsafe(self._start, call, request.request_id(), sender)
             except Exception as error:  # whatever a request holds, it is answered and the server lives on
                 sender.send(_refusal(error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _possible(self, call: Call) -> Call:
+        """The call, if the engine is set up for what it asks."""
+        if call.guide and not self._guides:
+            raise ValueError("guided_decoding_guide: the engine has no guided_decoding_backend; set it in its arguments")
+        return call
 
     def finalize(self) -> None:
         """End the tasks, the loop and the engine."""
@@ -76,10 +89,13 @@ class TritonPythonModel:
             self._stops[request_id] = stop
         task = self._loop.create_task(self._serve(call, stop, sender))
         self._tasks.add(task)
+        self._metrics.running.set(len(self._tasks))
         task.add_done_callback(lambda task: self._ended(task, request_id, stop))
 
     def _ended(self, task: asyncio.Task[None], request_id: str, stop: asyncio.Event) -> None:
         self._tasks.discard(task)
+        self._room.release()
+        self._metrics.running.set(len(self._tasks))
         if self._stops.get(request_id) is stop:
             del self._stops[request_id]
 
@@ -100,13 +116,12 @@ class TritonPythonModel:
         try:
             result = self._generate(call)
             text = "" if call.exclude_input else call.prompt
-            async for delta in _deltas(result, lambda: stop.is_set() or sender.is_cancelled()):
+            async for delta in self._deltas(result, call, lambda: stop.is_set() or sender.is_cancelled()):
                 text += delta
                 if call.streaming and text:
                     sender.send(_response(text_output=text))
                     text = ""
-            outputs = _final_outputs(call, result.outputs[0])
-            sender.send(_response(text_output=text, **outputs), flags=final)
+            sender.send(_response(text_output=text, **_final_outputs(call, result)), flags=final)
         except asyncio.CancelledError:
             sender.send(_refusal(RuntimeError("the server is shutting down"), "UNAVAILABLE"), flags=final)
         except _Cancelled:
@@ -114,10 +129,39 @@ class TritonPythonModel:
         except Exception as error:  # the engine's own refusals reach the client as they are
             sender.send(_refusal(error), flags=final)
 
+    async def _deltas(self, result: Any, call: Call, unwanted: Callable[[], bool]) -> AsyncIterator[str]:
+        """New text of each step. Aborts the generation when nobody waits for it any more."""
+        sent, steps = 0, aiter(result)
+        waiting: asyncio.Task[Any] | None = None
+        try:
+            while True:
+                waiting = waiting or asyncio.ensure_future(_next(steps))
+                done, _ = await asyncio.wait((waiting,), timeout=CANCEL_PERIOD)
+                if unwanted():
+                    raise _Cancelled
+                if not done:
+                    continue
+                if (step := waiting.result()) is None:
+                    return
+                waiting, completion = None, step.outputs[0]
+                if completion.finish_reason == "cancelled":
+                    raise _Cancelled
+                ready = completion.text if result.finished else _certain(completion.text, call.sampling.get("stop", ()))
+                yield ready[sent:]
+                sent = max(sent, len(ready))
+        finally:
+            self._metrics.tokens.increment(len(result.outputs[0].token_ids))
+            if waiting:
+                waiting.cancel()
+            if not result.finished:
+                result.abort()
+
     def _generate(self, call: Call) -> Any:
-        logprobs = {"logprobs": 1} if call.cumulative_logprob else {}
+        more: dict[str, Any] = {"logprobs": 1} if call.cumulative_logprob else {}
+        if call.guide:
+            more["guided_decoding"] = self._guided(**call.guide)
         return self._llm.generate_async(
-            call.prompt, sampling_params=self._sampling_params(**call.sampling, **logprobs), streaming=True
+            call.prompt, sampling_params=self._sampling_params(**call.sampling, **more), streaming=True
         )
 
 
@@ -125,46 +169,54 @@ class _Cancelled(Exception):  # noqa: N818
     """The client is gone, or another request said stop."""
 
 
-async def _deltas(result: Any, unwanted: Callable[[], bool]) -> AsyncIterator[str]:
-    """New text of each step. Aborts the generation when nobody waits for it any more."""
-    sent, steps = 0, aiter(result)
-    waiting: asyncio.Task[Any] | None = None
-    try:
-        while True:
-            waiting = waiting or asyncio.ensure_future(_next(steps))
-            done, _ = await asyncio.wait((waiting,), timeout=CANCEL_PERIOD)
-            if unwanted():
-                raise _Cancelled
-            if not done:
-                continue
-            if (step := waiting.result()) is None:
-                return
-            waiting, completion = None, step.outputs[0]
-            if completion.finish_reason == "cancelled":
-                raise _Cancelled
-            yield completion.text[sent:]
-            sent = max(sent, len(completion.text))  # a stop word may have shortened it
-    finally:
-        if waiting:
-            waiting.cancel()
-        if not result.finished:
-            result.abort()
+class _FullError(Exception):
+    """There is no room for another request."""
+
+
+class Metrics:
+    """Gauge and counter of this model; both do nothing where the server's metrics are switched off."""
+
+    def __init__(self, model: str) -> None:
+        self.running = self._metric("llm_requests_running", "Requests running or waiting", "GAUGE", model)
+        self.tokens = self._metric("llm_generated_tokens", "Tokens generated since the start", "COUNTER", model)
+
+    def _metric(self, name: str, text: str, kind: str, model: str) -> Any:
+        try:
+            family = pb_utils.MetricFamily(name=name, description=text, kind=getattr(pb_utils.MetricFamily, kind))
+            return family.Metric(labels={"model": model})
+        except pb_utils.TritonModelException as error:
+            pb_utils.Logger.log_info(f"custom metrics are off: {error}")
+            return _Silent()
+
+
+class _Silent:
+    def set(self, value: float) -> None: ...
+
+    def increment(self, value: float) -> None: ...
 
 
 async def _next(steps: AsyncIterator[Any]) -> Any:
     return await anext(steps, None)
 
 
-def _tensorrt_llm() -> tuple[Any, Any]:
-    """LLM and SamplingParams; only here, because the import takes the GPU."""
+def _certain(text: str, stop_words: Iterable[str]) -> str:
+    """What later steps cannot change: no half of a character at the end, and no beginning of a stop word."""
+    text = text.rstrip(HALF)
+    held = max((size for word in stop_words for size in range(1, len(word)) if text.endswith(word[:size])), default=0)
+    return text[: len(text) - held]
+
+
+def _tensorrt_llm() -> tuple[Any, Any, Any]:
+    """LLM, SamplingParams and GuidedDecodingParams; only here, because the import takes the GPU."""
     try:
         from tensorrt_llm import LLM, SamplingParams
+        from tensorrt_llm.llmapi import GuidedDecodingParams
     except ImportError as error:
         raise RuntimeError(
             f"tensorrt_llm cannot be imported ({error}); serve this repository in a "
             "tritonserver:<tag>-trtllm-python-py3 container, or package for engine=torch"
         ) from error
-    return LLM, SamplingParams
+    return LLM, SamplingParams, GuidedDecodingParams
 
 
 def _same_policy(wanted: dict[str, Any], config: dict[str, Any]) -> None:
@@ -180,14 +232,19 @@ def _same_policy(wanted: dict[str, Any], config: dict[str, Any]) -> None:
         raise RuntimeError("this model streams, one prompt a request: decoupled must be true, max_batch_size 0")
 
 
-def _final_outputs(call: Call, completion: Any) -> dict[str, Any]:
+def _final_outputs(call: Call, result: Any) -> dict[str, Any]:
     outputs: dict[str, Any] = {}
+    completion = result.outputs[0]
     if call.finish_reason:
         outputs["finish_reason"] = str(completion.finish_reason)
     if call.stop_reason:
         outputs["stop_reason"] = "" if completion.stop_reason is None else str(completion.stop_reason)
     if call.cumulative_logprob:
         outputs["cumulative_logprob"] = np.array([completion.cumulative_logprob], np.float32)
+    if call.num_input_tokens:
+        outputs["num_input_tokens"] = np.array([len(result.prompt_token_ids)], np.int32)
+    if call.num_output_tokens:
+        outputs["num_output_tokens"] = np.array([len(completion.token_ids)], np.int32)
     return outputs
 
 
@@ -201,5 +258,6 @@ def _response(**outputs: Any) -> Any:
 
 def _refusal(error: Exception, code: str = "") -> Any:
     """An error response; `code` is the name of one of Triton's, where it is not chosen by the kind of error."""
-    name = code or ("INVALID_ARG" if isinstance(error, ValueError) else "INTERNAL")
+    kinds = {ValueError: "INVALID_ARG", _FullError: "UNAVAILABLE"}
+    name = code or next((name for kind, name in kinds.items() if isinstance(error, kind)), "INTERNAL")
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, name)))

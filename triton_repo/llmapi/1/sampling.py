@@ -15,9 +15,19 @@ SAMPLING = {
     "frequency_penalty": float,
     "presence_penalty": float,
     "max_tokens": int,
+    "min_tokens": int,
+    "length_penalty": float,
+    "repetition_penalty": float,
+    "end_id": int,
+    "pad_id": int,
+    "ignore_eos": bool,
     "seed": int,
 }
 """`sampling_param_<name>` -> its type; each is a field of SamplingParams under the same name."""
+WORDS = ("stop", "bad")
+"""`sampling_param_<name>`: lists of words, also fields of SamplingParams."""
+GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
+"""`guided_decoding_guide_type` -> field of GuidedDecodingParams."""
 REFUSED = ("image_url", "lora_id", "lora_name", "lora_path", "lora_ckpt_source", "sampling_param_return_perf_metrics")
 """Inputs of upstream's model that this one does not serve: refused with a sentence, never ignored."""
 
@@ -33,6 +43,10 @@ class Call:
     finish_reason: bool = False
     stop_reason: bool = False
     cumulative_logprob: bool = False
+    num_input_tokens: bool = False
+    num_output_tokens: bool = False
+    guide: dict[str, Any] = field(default_factory=dict)
+    """Arguments of GuidedDecodingParams; empty: the text is free."""
 
 
 def read_call(tensors: dict[str, np.ndarray]) -> Call:
@@ -45,8 +59,8 @@ def read_call(tensors: dict[str, np.ndarray]) -> Call:
         raise ValueError(f"{', '.join(wrong)}: not served by this model; leave it out")
     sampling = {name: kind(_one(tensors, f"sampling_param_{name}")) for name, kind in SAMPLING.items()
                 if f"sampling_param_{name}" in tensors}  # fmt: skip
-    if "sampling_param_stop" in tensors:
-        sampling["stop"] = [_text(word) for word in tensors["sampling_param_stop"].reshape(-1)]
+    sampling |= {name: [_text(word) for word in tensors[f"sampling_param_{name}"].reshape(-1)] for name in WORDS
+                 if f"sampling_param_{name}" in tensors}  # fmt: skip
     return Call(
         prompt=_prompt(tensors),
         sampling=_checked(sampling),
@@ -55,6 +69,9 @@ def read_call(tensors: dict[str, np.ndarray]) -> Call:
         finish_reason=_flag(tensors, "return_finish_reason", False),
         stop_reason=_flag(tensors, "return_stop_reason", False),
         cumulative_logprob=_flag(tensors, "return_cumulative_logprob", False),
+        num_input_tokens=_flag(tensors, "return_num_input_tokens", False),
+        num_output_tokens=_flag(tensors, "return_num_output_tokens", False),
+        guide=_guide(tensors),
     )
 
 
@@ -70,6 +87,19 @@ def _prompt(tensors: dict[str, np.ndarray]) -> str:
     if not (prompt := _text(value[0])):
         raise ValueError("text_input is empty; send at least one character")
     return prompt
+
+
+def _guide(tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+    if "guided_decoding_guide_type" not in tensors:
+        return {}
+    kind = _text(_one(tensors, "guided_decoding_guide_type"))
+    if kind not in GUIDES:
+        raise ValueError(f"guided_decoding_guide_type={kind} is not one of {', '.join(GUIDES)}")
+    if kind == "json":
+        return {"json_object": True}
+    if "guided_decoding_guide" not in tensors:
+        raise ValueError(f"guided_decoding_guide_type={kind} needs a guided_decoding_guide")
+    return {GUIDES[kind]: _text(_one(tensors, "guided_decoding_guide"))}
 
 
 def _checked(sampling: dict[str, Any]) -> dict[str, Any]:
