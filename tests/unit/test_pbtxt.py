@@ -14,6 +14,8 @@ from pipeline.triton import pbtxt
 from pipeline.triton.check import check_repository
 from tests._utils import serving
 
+CODE = "class TritonPythonModel:\n    def execute(self, requests):\n        requests[0].get_response_sender()\n"
+
 
 @pytest.fixture(scope="module")
 def packaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,7 +29,7 @@ def packaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_model(repository: Path, name: str = "m", text: str | None = None) -> Path:
     folder = repository / name
     (folder / "1").mkdir(parents=True)
-    (folder / "1" / "model.py").write_text("")
+    (folder / "1" / "model.py").write_text(CODE)
     config = pbtxt.build(name, inputs=[pbtxt.TensorSpec("a", "STRING")], outputs=[], parameters={"k": "v"})
     pbtxt.write(folder / "config.pbtxt", config)
     if text is not None:
@@ -121,7 +123,7 @@ def test_check_names_every_problem_at_once(tmp_path: Path) -> None:
     (write_model(tmp_path, "no_code") / "1" / "model.py").unlink()
     folder = write_model(tmp_path, "no_version")
     (folder / "1").rename(folder / "v1")
-    write_model(tmp_path, "no_policy", 'name: "no_policy" backend: "python" input { name: "a" } input { name: "a" }')
+    write_model(tmp_path, "no_policy", 'name: "no_policy" backend: "python" input { name: "stream" } input { name: "stream" }')
     write_model(
         tmp_path, "zero", 'name: "zero" backend: "python" model_transaction_policy {} instance_group { count: 0 }'
     )
@@ -131,7 +133,7 @@ def test_check_names_every_problem_at_once(tmp_path: Path) -> None:
         check_repository(tmp_path)
     for part in (
         "name 'renamed'", "model no_code: 1/model.py is missing", "model no_version: it has no version folder",
-        "model no_policy: model_transaction_policy is missing", "tensor a is declared twice", "count 0", "model notes:",
+        "model no_policy: model_transaction_policy is missing", "tensor stream is declared twice", "count 0", "folder notes",
         "package.json is not a model",
     ):  # fmt: skip
         assert part in str(caught.value)
