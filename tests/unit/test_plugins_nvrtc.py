@@ -14,6 +14,7 @@ from plugins import nvrtc  # noqa: E402
 
 SOURCES = sorted(Path(nvrtc.__file__).parent.glob("*/kernel.cu"))
 BUILDS = {
+    "kv_quantize": [{"CHUNK": 64, "DIM": 576, "THREADS": 1024, "INT8": 0}, {"CHUNK": 64, "DIM": 576, "THREADS": 1024, "INT8": 1}],
     "quantize": [{"UNROLL": 1, "THREADS": 256}, {"UNROLL": 4, "THREADS": 256}],
     "nvfp4_convert": [{"EXACT": 0}, {"EXACT": 1}],
     "topk_router": [{"EXPERTS": 256, "GROUPS": 8, "KEPT": 4, "TOP_K": 8, "NORMALIZE": 1}],
