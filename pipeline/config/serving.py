@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from pipeline.core.limits import limited
+from pipeline.core.limits import MOST_TOKENS, limited
 
 __all__ = ["LAYOUTS", "ServeConfig"]
 
@@ -25,6 +25,12 @@ class ServeConfig:
     and Triton's OpenAI frontend), vllm, torch; auto: llmapi, vllm or torch, by the engine."""
     model_name: str | None = limited(None, plain=True)
     """Name of the model in Triton; null: the name of the model config."""
+    registry: str = limited("nvcr.io/nvidia", empty=False, hint="nvcr.io/nvidia is NVIDIA's")
+    """Where the launchers take the container of that release from."""
+    container: str | None = limited(None, empty=False, hint="name an image with its tag")
+    """Image that the launchers start instead; refused where its tag says that it holds another version of the engine."""
+    claim: str | None = limited(None, plain=True)
+    """Kubernetes: PersistentVolumeClaim that holds the package; null: the model's name and `-package`."""
     host: str = limited("127.0.0.1", empty=False, hint="127.0.0.1 is this machine alone, 0.0.0.0 every network of it")
     http_port: int = limited(8000, least=0, most=65535)
     grpc_port: int = limited(8001, least=0, most=65535)
@@ -33,7 +39,16 @@ class ServeConfig:
     server: str | None = None
     """Path of tritonserver; null: the one on PATH, else the one in the nvidia-pytriton wheel."""
     url: str | None = None
-    """`smoke` only: HTTP host:port of a server that already runs (gRPC on grpc_port of that host)."""
+    """HTTP host:port of a server that already runs (gRPC on grpc_port of that host): `smoke` probes it, `serve` starts the
+    OpenAI gateway in front of it."""
+    openai_port: int | None = limited(None, least=0, most=65535)
+    """Port of OpenAI's API beside the server; 0 takes a free one, null leaves it out."""
+    openai_api_key_env: str | None = limited(None, plain=True)
+    """Environment variable that holds the key which clients must send; null: nobody is asked."""
+    tokenizer: str | None = limited(None, empty=False)
+    """Folder of the tokenizer and chat template for OpenAI's API; null: the packaged model's, else the checkpoint's."""
+    max_model_len: int | None = limited(None, least=1, most=MOST_TOKENS)
+    """Tokens of prompt and output for OpenAI's API; null: what the model's configuration in Triton says."""
     ready_timeout: float = limited(120.0, above=0)
     """Seconds to wait for readiness before the server is stopped and its log quoted."""
     max_queue: int = limited(256, least=0, most=2**20)

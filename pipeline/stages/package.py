@@ -1,6 +1,6 @@
-"""Package: the engine as a Triton model repository, checked, with a manifest beside it.
+"""Package: the engine as a Triton model repository, checked, with a manifest and launchers beside it.
 
-Nothing but models may lie in `repository/` (Triton takes every folder there for one), so `package.json` is outside.
+Nothing but models may lie in `repository/` (Triton takes every folder there for one), so `package.json` and `launch/` are outside.
 """
 
 from __future__ import annotations
@@ -22,23 +22,29 @@ __all__ = ["STAGE", "run"]
 
 def toolchain(config: Config) -> dict[str, str]:
     """What prints the text of config.pbtxt, and the release that it is printed for; ConfigError if that cannot serve it."""
+    from pipeline.launch.image import image_of
     from pipeline.triton.layouts import chosen
     from pipeline.triton.releases import target
 
     release = target(config)
     versions = {name: metadata.version(name) for name in ("protobuf", "tritonclient")}
-    return versions | {"layout": chosen(config), "triton": release.tag if release else "none holds the engine"}
+    served = {"layout": chosen(config), "triton": release.tag if release else "none holds the engine"}
+    return versions | served | {"container": image_of(config) or "none"}
 
 
 STAGE = Stage(
     name="package",
     version=1,
     needs=(Need(stage="engine"), Need(stage="plan", path="deploy.json")),
-    config=("engine.kind", "model.name", "serve.model_name", "serve.max_queue"),
+    config=(
+        "engine.kind", "model.name", "hw.nvlink_domain", "serve.model_name", "serve.max_queue", "serve.http_port",
+        "serve.grpc_port", "serve.metrics_port", "serve.claim",
+    ),
     code=(
         "pipeline/stages/package.py",
         "pipeline/triton/pbtxt.py",
         "pipeline/triton/check.py",
+        "pipeline/launch",
         "pipeline/lint/repository",
         "pipeline/triton/layouts",
         "pipeline/triton/releases",
@@ -46,12 +52,13 @@ STAGE = Stage(
     ),
     toolchain=toolchain,
     run="pipeline.stages.package:run",
-)
+)  # fmt: skip
 
 
 def run(ctx: StageContext) -> None:
-    """Let the layout write the repository for the release, check it, describe it in package.json."""
+    """Let the layout write the repository for the release, check it, describe it in package.json; write the launchers."""
     from pipeline.core.jsonio import write_json
+    from pipeline.launch import launchable, write
     from pipeline.triton.check import check_repository
     from pipeline.triton.layouts import chosen
     from pipeline.triton.releases import target
@@ -68,6 +75,8 @@ def run(ctx: StageContext) -> None:
         "triton": _container(ctx.config, release),
     })  # fmt: skip
     ctx.progress.note(f"repository with {', '.join(models)}")
+    if launchable(ctx.config.engine.kind):
+        write(ctx, ctx.out / "launch")
     if release is None:
         ctx.progress.note(_without_container(ctx.config))
 

@@ -1,0 +1,84 @@
+"""launch/README.md: what lies there and how to start it."""
+
+from __future__ import annotations
+
+from pipeline.launch.fleet import LOAD_SECONDS, Fleet
+from pipeline.launch.script import Files
+
+__all__ = ["guide"]
+
+USES = {
+    "single/container.sh": ("one node, docker", "bash launch/single/container.sh"),
+    "single/bare.sh": ("one node, as it is", "bash launch/single/bare.sh"),
+    "compose/compose.yaml": ("one node, docker compose", "docker compose -f launch/compose/compose.yaml up"),
+    "slurm/serve.sbatch": ("Slurm with pyxis and enroot", "sbatch launch/slurm/serve.sbatch"),
+    "mpi/run.sh": ("mpirun over a hostfile", "bash launch/mpi/run.sh HOSTFILE"),
+    "kubernetes/serve.yaml": ("Kubernetes", "kubectl apply -f launch/kubernetes/serve.yaml"),
+}
+
+
+def guide(fleet: Fleet, files: Files) -> str:
+    """As Markdown; only what this deployment has."""
+    lines = [
+        f"# Starting {fleet.name}",
+        "",
+        f"{_servers(fleet)} on {fleet.num_nodes} node{'s' if fleet.num_nodes > 1 else ''} of {fleet.gpus_per_node} GPUs, image",
+        f"`{fleet.image or 'of your own'}`. Run the commands in the package's folder.",
+        "",
+        "| where | command |",
+        "|---|---|",
+        *(f"| {title} | `{command}` |" for name, (title, command) in USES.items() if name in files),
+        "",
+        f"Clients ask port {fleet.http_port} ({'OpenAI, at the router' if fleet.disaggregated else 'Triton'}).",
+        f"A first load can take an hour; every launcher waits {LOAD_SECONDS} s.",
+        "All of them end in `instance.sh`, which has the GPUs, ports, environment and command of each server.",
+        *(_kubernetes(fleet, files) if "kubernetes/serve.yaml" in files else ()),
+        *(_imex(fleet) if fleet.needs_imex else ()),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _servers(fleet: Fleet) -> str:
+    def one(role: str) -> str:
+        items = fleet.of_role(role)
+        servers = f"{len(items)} {role} server{'s' if len(items) > 1 else ''} of {items[0].ranks} GPUs"
+        nodes = len(items[0].nodes)
+        return f"{servers} over {nodes} nodes" if nodes > 1 else servers
+
+    return ", ".join(map(one, fleet.roles))
+
+
+def _kubernetes(fleet: Fleet, files: Files) -> list[str]:
+    lines = [
+        "", "## Kubernetes", "",
+        f"The package lies in the PersistentVolumeClaim `{fleet.claim}` (serve.claim), readable from every node.",
+        "Nodes are chosen by the labels of NVIDIA's GPU feature discovery. Locked memory is the node's to allow: set no limit in",
+        "its container runtime.",
+    ]  # fmt: skip
+    if "kubernetes/leader.sh" in files or fleet.disaggregated:
+        lines += ["LeaderWorkerSet (`leaderworkerset.x-k8s.io`) must be installed."]
+    if "kubernetes/leader.sh" in files:
+        lines += [
+            "Ranks are started over ssh, with a key of this deployment's own; the image needs openssh-server:", "",
+            "```bash",
+            "ssh-keygen -q -t ed25519 -N '' -f key",
+            f"kubectl create secret generic {fleet.name}-ssh --from-file=private=key --from-file=public=key.pub",
+            "```",
+        ]  # fmt: skip
+    return lines
+
+
+def _imex(fleet: Fleet) -> list[str]:
+    return [
+        "", "## NVLink between nodes", "",
+        f"The {fleet.nvlink_domain} GPUs of the NVLink domain share memory across nodes through IMEX. Every node runs",
+        "`nvidia-imex` in one domain (`nvidia-imex-ctl -N` shows all as READY), and every container has the device",
+        "`/dev/nvidia-caps-imex-channels/channel0`:",
+        "",
+        "- Slurm: its `switch/nvidia_imex` plugin makes a channel for each job; `--segment` keeps the nodes in one domain.",
+        "- Kubernetes: NVIDIA's DRA driver makes the domain from the ComputeDomain and gives each pod its channel; the service",
+        "  `nvidia-imex` of the nodes must be off then.",
+        "- docker: pass `--device /dev/nvidia-caps-imex-channels/channel0`.",
+        "",
+        "`python -m pipeline doctor --target` checks it before hours are spent.",
+    ]  # fmt: skip
