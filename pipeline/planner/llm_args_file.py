@@ -1,44 +1,25 @@
 """A user's file of TensorRT-LLM arguments, as the planner sees it: the rules and the models then judge it like a plan.
 
-Old spellings, which published recipes still have and newer engines refuse (`extra="forbid"`), are understood and named; so
-are keys that no version knows, with the nearest one.
+Other spellings, which published recipes still have and the engine refuses (`extra="forbid"`), are understood and named; so
+are keys that no version knows, with the nearest one (pipeline/engines/trtllm/migrate.py).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import cache
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from pipeline.core.errors import ConfigError
+from pipeline.engines.trtllm.migrate import migrate
+from pipeline.engines.trtllm.versions import VersionLine, known_lines, version_line
 from pipeline.planner.setup import Layout, Setup
 
-__all__ = ["LEGACY", "ReadArgs", "read_llm_args"]
+__all__ = ["ReadArgs", "read_llm_args"]
 
 Args = dict[str, Any]
 Absent = TypeVar("Absent", int, None)
 
-LEGACY = {
-    "tp_size": "tensor_parallel_size",
-    "ep_size": "moe_expert_parallel_size",
-    "pp_size": "pipeline_parallel_size",
-    "kv_cache_dtype": "kv_cache_config.dtype",
-    "kv_cache_free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
-    "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
-    "moe_backend": "moe_config.backend",
-    "moe_max_num_tokens": "moe_config.max_num_tokens",
-    "moe_load_balancer": "moe_config.load_balancer",
-    "cuda_graph_padding_enabled": "cuda_graph_config.enable_padding",
-    "cuda_graph_batch_sizes": "cuda_graph_config.batch_sizes",
-    "enable_block_reuse": "kv_cache_config.enable_block_reuse",
-}
-"""Spelling of the command line or of earlier versions -> where the key lives now."""
-NEGATED = {"use_cuda_graph": "cuda_graph_config", "enable_overlap_scheduler": "disable_overlap_scheduler"}
-"""Switches of earlier versions that are now something else: {} or null, and the opposite."""
 WIDEST, LARGEST = 4096, 2**31 - 1
 """Ranks along one axis, and any other count."""
 KV_DTYPES = {"fp8": "fp8", "nvfp4": "nvfp4", "bfloat16": "bf16"}
@@ -50,9 +31,9 @@ class ReadArgs:
 
     setup: Setup
     renamed: tuple[str, ...]
-    """Sentences about keys that must be renamed."""
+    """Clauses about keys that must be renamed."""
     unknown: tuple[str, ...]
-    """Sentences about keys that the engine refuses."""
+    """Clauses about what the engine refuses."""
 
 
 def read_llm_args(args: Mapping[str, Any], base: Setup) -> ReadArgs:
@@ -62,50 +43,24 @@ def read_llm_args(args: Mapping[str, Any], base: Setup) -> ReadArgs:
         ConfigError: if a value has the wrong type, or is out of all bounds.
     """
     try:
-        flat, renamed = _migrated(args)
-        return ReadArgs(_setup(flat, base), tuple(renamed), tuple(_unknown(flat)))
+        read = migrate(args, _line(base.version))
+        if wrong := [str(item) for item in read.lost if item.kind == "type" or (item.kind == "value" and _is_number(item.value))]:
+            raise ValueError("; ".join(wrong))
+        return ReadArgs(_setup(read.args, base), tuple(map(str, read.changes)), tuple(map(str, read.lost)))
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"The LLM arguments cannot be read: {error}. Keys and types are those of tensorrt_llm.LLM.") from error
 
 
-def _migrated(args: Mapping[str, Any]) -> tuple[Args, list[str]]:
-    flat: Args = {}
-    renamed = []
-    entries = {**args, **(args.get("pytorch_backend_config") or {})}
-    entries.pop("pytorch_backend_config", None)
-    for key, value in entries.items():
-        path = LEGACY.get(key, NEGATED.get(key, key))
-        if key in NEGATED:
-            value = ({} if value else None) if key == "use_cuda_graph" else not value
-        if path != key:
-            renamed.append(f"{key} is now {path}: newer engines refuse the old name.")
-        head, _, name = path.partition(".")
-        if name:
-            flat[head] = {**(flat.get(head) or {}), name: value}
-        else:
-            flat[head] = {**(flat.get(head) or {}), **value} if isinstance(value, Mapping) else value
-    return flat, renamed
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
-def _unknown(args: Args) -> Iterator[str]:
-    """Keys at the top and in the sections whose keys are known."""
-    known = _known_keys()
-    for key, value in args.items():
-        if key not in known["top"]:
-            yield _refused(key, known["top"])
-        names = known["nested"].get(key)
-        if names and isinstance(value, Mapping):
-            yield from (f"{key}: {_refused(name, names)}" for name in value if name not in names)
-
-
-def _refused(key: str, known: list[str]) -> str:
-    near = get_close_matches(key, known, n=1)
-    return f"{key} is not an argument of TensorRT-LLM, which refuses unknown ones{f'; did you mean {near[0]}?' if near else '.'}"
-
-
-@cache
-def _known_keys() -> dict[str, Any]:
-    return dict(json.loads(files("pipeline.planner").joinpath("llm_args_keys.json").read_text(encoding="utf-8")))
+def _line(version: str) -> VersionLine:
+    """That of `version`; the newest where it is not known, which is a finding of its own."""
+    try:
+        return version_line(version)
+    except ConfigError:
+        return version_line(known_lines()[-1])
 
 
 def _setup(args: Args, base: Setup) -> Setup:

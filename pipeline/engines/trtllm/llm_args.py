@@ -7,12 +7,14 @@ the engine reads it from the checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from pipeline.core.errors import StageError
-from pipeline.engines.trtllm.versions import Fields, VersionLine
+from pipeline.engines.trtllm.arguments import problems
+from pipeline.engines.trtllm.versions import VersionLine
 
 __all__ = ["check", "render", "to_yaml"]
 
@@ -45,58 +47,34 @@ def render(deploy: dict[str, Any], line: VersionLine) -> dict[str, Any]:
         args["enable_chunked_prefill"] = True
     if deploy["mtp"]:
         args["speculative_config"] = {"decoding_type": "MTP", line.mtp_key: deploy["mtp"]}
-    if problems := check(args, line):
-        raise StageError(f"TensorRT-LLM {line.line} does not take these arguments: {'; '.join(problems)}.")
+    if refused := check(args, line):
+        raise StageError(f"TensorRT-LLM {line.line} does not take these arguments: {'; '.join(refused)}.")
     return args
 
 
-def check(args: dict[str, Any], line: VersionLine) -> list[str]:
-    """What the engine would refuse, or accept and do otherwise."""
-    problems = _check_fields(args, line.fields, "")
-    if problems:
-        return problems
-    graph, batch = args["cuda_graph_config"]["max_batch_size"], args["max_batch_size"]
-    if graph > batch:
-        problems.append(f"cuda_graph_config.max_batch_size {graph} exceeds max_batch_size {batch}")
-    if args["tensor_parallel_size"] % args["moe_expert_parallel_size"]:
-        problems.append("moe_expert_parallel_size does not divide tensor_parallel_size")
-    if "attention_dp_config" in args and not args["enable_attention_dp"]:
-        problems.append("attention_dp_config has no effect without enable_attention_dp")
-    if args["max_num_tokens"] < batch:
-        problems.append(f"max_num_tokens {args['max_num_tokens']} is below max_batch_size {batch}")
-    return problems
+def check(args: Mapping[str, Any], line: VersionLine) -> list[str]:
+    """What the engine would refuse, or accept and do otherwise, as clauses."""
+    return [str(problem) for problem in problems(args, line)] or _between(args)
 
 
-def to_yaml(args: dict[str, Any]) -> str:
+def _between(args: Mapping[str, Any]) -> list[str]:
+    """What concerns several arguments at once; absent ones have their defaults."""
+    found = []
+    batch, tokens = args.get("max_batch_size") or 2048, args.get("max_num_tokens") or 8192
+    graphs = args.get("cuda_graph_config") or {}
+    largest = graphs.get("max_batch_size") or max(graphs.get("batch_sizes") or [0])
+    ranks, experts = args.get("tensor_parallel_size", 1), args.get("moe_expert_parallel_size") or 1
+    if largest > batch:
+        found.append(f"cuda_graph_config.max_batch_size {largest} exceeds max_batch_size {batch}")
+    if experts > 0 and ranks % experts:
+        found.append("moe_expert_parallel_size does not divide tensor_parallel_size")
+    if args.get("attention_dp_config") and not args.get("enable_attention_dp"):
+        found.append("attention_dp_config has no effect without enable_attention_dp")
+    if tokens < batch:
+        found.append(f"max_num_tokens {tokens} is below max_batch_size {batch}")
+    return found
+
+
+def to_yaml(args: Mapping[str, Any]) -> str:
     """The arguments as YAML, sorted."""
-    return yaml.safe_dump(args, sort_keys=True, default_flow_style=False)
-
-
-def _check_fields(args: dict[str, Any], fields: Fields, prefix: str) -> list[str]:
-    problems = []
-    for key, value in args.items():
-        name, allowed = f"{prefix}{key}", fields.get(key)
-        if allowed is None:
-            problems.append(f"{name} is not an argument of it")
-        elif isinstance(allowed, dict):
-            problems += _check_fields(value, allowed, f"{name}.")
-        elif not _accepts(allowed, value):
-            problems.append(f"{name}={value} must be {_wanted(allowed)}")
-    return problems
-
-
-def _wanted(allowed: str | list[Any]) -> str:
-    if isinstance(allowed, list):
-        return f"one of {', '.join(map(str, allowed))}"
-    kinds = {"int": "a whole number above 0", "count": "a whole number", "bool": "true or false"}
-    return kinds.get(allowed, "between 0 and 1")
-
-
-def _accepts(allowed: str | list[Any], value: Any) -> bool:
-    if isinstance(allowed, list):
-        return value in allowed
-    if allowed == "bool":
-        return isinstance(value, bool)
-    if allowed in ("int", "count"):
-        return isinstance(value, int) and not isinstance(value, bool) and value >= (1 if allowed == "int" else 0)
-    return isinstance(value, float) and 0 < value < 1
+    return yaml.safe_dump(dict(args), sort_keys=True, default_flow_style=False)

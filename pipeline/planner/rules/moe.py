@@ -43,7 +43,7 @@ def _of_line(setup: Setup) -> str | None:
         line = version_line(setup.version)
     except ConfigError:
         return None
-    known = line.fields["moe_config"]["backend"]
+    known = line.section("MoeConfig")["backend"].words
     if setup.moe_backend in (*known, "AUTO"):
         return None
     return f"TensorRT-LLM {line.line} has no MoE backend {setup.moe_backend}: choose {', '.join(known)}, or auto."
