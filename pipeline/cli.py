@@ -116,7 +116,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "serve": Command(
         "start tritonserver on the result, print its URLs, stop cleanly on Ctrl-C",
-        "Builds first if needed. Ports: serve.http_port, serve.grpc_port, serve.metrics_port (0: a free one).",
+        "Builds first if needed. Ports: serve.http_port, serve.grpc_port, serve.metrics_port (0: a free one).\n"
+        "serve.openai_port=9000 adds OpenAI's API (chat, completions, streams); with serve.url=HOST:PORT only that, in front\n"
+        "of a server that already runs: then nothing is built, and serve.tokenizer=DIR names the model's tokenizer.",
         "serve",
     ),
     "smoke": Command(

@@ -297,14 +297,19 @@ def meaningful(log: Path, most: int = 12) -> str:
 
 
 def serve_command(config: Config, repository: Path, emit: Callable[[str], None] = print) -> int:
-    """Serve until SIGINT or SIGTERM; 0 after a clean stop, StageError if the server ends by itself."""
+    """Serve until SIGINT or SIGTERM; 0 after a clean stop, StageError if the server (or its gateway) ends by itself."""
+    from pipeline.openai.process import beside
+
     with _signals() as stopped:
         try:
             with start(config.serve, repository) as server:
-                for line in describe(server):
-                    emit(line)
-                while server.process.poll() is None:
-                    time.sleep(POLL)
+                with beside(config.serve, server.endpoint, server.models, repository) as gateway:
+                    for line in [*describe(server), *([gateway.line] if gateway else [])]:
+                        emit(line)
+                    while server.process.poll() is None:
+                        if gateway:
+                            gateway.require_alive()
+                        time.sleep(POLL)
                 raise StageError(
                     f"tritonserver ended by itself with code {server.process.returncode}:\n{server.errors()}"
                 )

@@ -20,7 +20,7 @@ from pipeline.triton.client import Client
 from pipeline.triton.http import Endpoint, TritonError
 from pipeline.triton.server import start
 
-__all__ = ["smoke", "smoke_command"]
+__all__ = ["entry", "running", "smoke", "smoke_command"]
 
 Emit = Callable[[str], None]
 MARKS = {True: "ok", False: "FAILED", None: "skipped"}
@@ -74,10 +74,20 @@ def _endpoint(serve: ServeConfig, repository: Path | None) -> Iterator[Endpoint]
         with start(serve, repository) as server:
             yield server.endpoint
         return
-    host, _, port = serve.url.removeprefix("http://").rstrip("/").rpartition(":")
+    yield _at(serve.url, serve)
+
+
+def running(serve: ServeConfig) -> tuple[Endpoint, list[str]]:
+    """The server at serve.url and its models that are ready, or the one that serve.model_name names."""
+    endpoint = _at(serve.url or "", serve)
+    return endpoint, _served(endpoint, serve)
+
+
+def _at(url: str, serve: ServeConfig) -> Endpoint:
+    host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"serve.url={serve.url} must be HOST:PORT of Triton's HTTP service, such as 127.0.0.1:8000.")
-    yield Endpoint(host, int(port), serve.grpc_port, serve.metrics_port)
+        raise ConfigError(f"serve.url={url} must be HOST:PORT of Triton's HTTP service, such as 127.0.0.1:8000.")
+    return Endpoint(host, int(port), serve.grpc_port, serve.metrics_port)
 
 
 def _served(endpoint: Endpoint, serve: ServeConfig) -> list[str]:

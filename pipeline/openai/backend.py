@@ -1,0 +1,202 @@
+"""The served model over gRPC: one call a generation, in whichever layout the server holds.
+
+Nothing is asked of the server before it is needed, so the gateway may start before the model is loaded and outlive a
+restart of it. A generation that its reader leaves is cancelled in Triton, which frees its slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf import json_format
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from pipeline.openai.errors import ApiError, from_triton
+from pipeline.triton.dialect import Dialect, is_cumulative, outputs_of, text_of
+
+__all__ = ["Backend", "Model", "Piece"]
+
+CHANNEL = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+STRICT = (("triton_grpc_error", "true"),)
+"""Triton from 24.08 on then ends a failed stream with its status; older ones send the text alone."""
+QUICK = 5.0
+"""Seconds for questions that need no generation."""
+PROBE = {"max_tokens": 8, "temperature": 0.0}
+DONE = {"end_id": "stop", "stop_words": "stop", "eos": "stop"}
+"""Other engines' words for OpenAI's "stop"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One response: its new text and, on the last one, what the model tells of the generation."""
+
+    text: str = ""
+    finish_reason: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the server says about the model."""
+
+    dialect: Dialect
+    cumulative: bool
+    """True if each response of a stream repeats the text so far."""
+    max_model_len: int | None
+    """Tokens of prompt and output together, if the configuration tells."""
+
+
+class Backend:
+    """One model of one server. `timeout`: seconds that a generation may take."""
+
+    def __init__(self, address: str, model: str, timeout: float) -> None:
+        self.address, self.name, self.timeout = address, model, timeout
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._model: Model | None = None
+        self._asking = asyncio.Lock()
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._channel.close()
+
+    async def ready(self) -> bool:
+        """Whether the model says it is ready. It may still fail: a crashed model keeps saying so."""
+        try:
+            reply = await self._stub.ModelReady(service_pb2.ModelReadyRequest(name=self.name), timeout=QUICK)
+        except grpc.RpcError:
+            return False
+        return bool(reply.ready)
+
+    async def model(self) -> Model:
+        """The model, asked for once; ApiError where the server does not answer."""
+        async with self._asking:
+            if self._model is None:
+                self._model = await self._ask()
+            return self._model
+
+    async def generate(
+        self, prompt: str, options: Mapping[str, Any], *, stream: bool, request_id: str
+    ) -> AsyncIterator[Piece]:
+        """The pieces of one generation. Closing the iterator cancels what is not finished.
+
+        Raises:
+            ApiError: what the server answers, or that it does not.
+        """
+        model = await self.model()
+        wanted = {name: True for name in ("finish_reason", "count_prompt", "count_tokens") if model.dialect.has(name)}
+        request = _request(model, prompt, {**options, **wanted, "stream": stream}, request_id)
+        seen, counted = "", 0
+        async for outputs in self._responses(request, model.dialect.decoupled):
+            piece = _piece(outputs)
+            if model.cumulative and stream:
+                piece, seen = _only_new(piece, seen), piece.text or seen
+            if model.dialect.packed:  # vLLM counts each response alone
+                counted += piece.completion_tokens or 0
+                piece = _counting(piece, counted)
+            yield piece
+
+    async def _responses(self, request: service_pb2.ModelInferRequest, decoupled: bool) -> AsyncIterator[dict[str, bytes]]:
+        try:
+            if not decoupled:
+                yield outputs_of(await self._stub.ModelInfer(request, timeout=self.timeout))
+                return
+            async for outputs in self._stream(request):
+                yield outputs
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()
+            if code is grpc.StatusCode.UNAVAILABLE:
+                self._model = None  # the server may come back with another
+            raise from_triton(code.name, details or code.name) from None
+
+    async def _stream(self, request: service_pb2.ModelInferRequest) -> AsyncIterator[dict[str, bytes]]:
+        call = self._stub.ModelStreamInfer(_once(request), timeout=self.timeout, metadata=STRICT)
+        try:
+            async for message in call:
+                if message.error_message:
+                    # Guard: let the server end the call. If it is cancelled now, Triton 2.51 may hold the model
+                    # until it is killed.
+                    async for _ in call:
+                        pass
+                    raise from_triton("", message.error_message)
+                yield outputs_of(message.infer_response)
+        finally:
+            call.cancel()
+
+    async def _ask(self) -> Model:
+        question = service_pb2.ModelConfigRequest(name=self.name)
+        try:
+            reply = await self._stub.ModelConfig(question, timeout=QUICK)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND or "unknown model" in (error.details() or ""):
+                message = f"The server at {self.address} has no model {self.name} loaded: {error.details()}"
+                raise ApiError(503, message, code="model_not_loaded") from None
+            message = f"The model server at {self.address} does not answer: {error.details()}"
+            raise ApiError(503, message, code="server_unavailable") from None
+        config = json_format.MessageToDict(reply.config, preserving_proto_field_name=True)
+        dialect = Dialect.of(config)
+        return Model(dialect, await self._is_cumulative(dialect), _max_model_len(config))
+
+    async def _is_cumulative(self, dialect: Dialect) -> bool:
+        """Measured by one short request both ways, and only for models that may be so."""
+        if not (dialect.may_repeat and dialect.decoupled):
+            return False
+        texts = []
+        for stream in (False, True):
+            request = dialect.request(dialect.tensors("The", **PROBE, stream=stream))
+            texts.append([_piece(outputs).text async for outputs in self._responses(request, True)])
+        return is_cumulative(texts[1], "".join(texts[0]))
+
+
+async def _once(request: service_pb2.ModelInferRequest) -> AsyncIterator[service_pb2.ModelInferRequest]:
+    yield request
+
+
+def _request(model: Model, prompt: str, options: dict[str, Any], request_id: str) -> service_pb2.ModelInferRequest:
+    """The message, or a refusal that names the option which this model lacks."""
+    for name in [name for name in options if not model.dialect.has(name)]:
+        if name == "stream" or (name == "top_k" and not options[name]):
+            del options[name]  # the model answers whole; it has no limit to set
+        else:
+            raise ApiError(
+                400, f"{name} is not supported by the served model: leave it out.", param=name, code="unsupported_parameter"
+            )
+    if "seed" in options:
+        options["seed"] %= 2**64
+    return model.dialect.request(model.dialect.tensors(prompt, **options), request_id)
+
+
+def _piece(outputs: Mapping[str, bytes]) -> Piece:
+    reason = text_of(outputs["finish_reason"]) if outputs.get("finish_reason") else ""
+    return Piece(
+        text_of(outputs["text_output"]) if outputs.get("text_output") else "",
+        DONE.get(reason, "" if reason == "None" else reason),
+        _number(outputs, "num_input_tokens"),
+        _number(outputs, "num_output_tokens"),
+    )
+
+
+def _number(outputs: Mapping[str, bytes], name: str) -> int | None:
+    return int.from_bytes(outputs[name], "little") if outputs.get(name) else None
+
+
+def _only_new(piece: Piece, seen: str) -> Piece:
+    return Piece(piece.text[len(seen) :], piece.finish_reason, piece.prompt_tokens, piece.completion_tokens)
+
+
+def _counting(piece: Piece, counted: int) -> Piece:
+    return Piece(piece.text, piece.finish_reason, piece.prompt_tokens, counted)
+
+
+def _max_model_len(config: Mapping[str, Any]) -> int | None:
+    value = config.get("parameters", {}).get("max_seq_len", {}).get("string_value", "")
+    return int(value) if value.isdecimal() else None
