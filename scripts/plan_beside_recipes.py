@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from pipeline.config.load import load  # noqa: E402
 from pipeline.planner.compare import Comparison, compare_file  # noqa: E402
+from pipeline.planner.plan import make_plan  # noqa: E402
 
 NAME = re.compile(r"(?P<model>.+)__(?P<hw>\w+)__(?P<isl>\d+)k(?P<osl>\d+)k_tp(?P<tp>\d+)_conc(?P<load>\d+)\.yaml")
 
@@ -80,7 +81,8 @@ def case_of(file: Path) -> Case:
     per_node = load(settings).hw.num_devices
     settings.append(f"hw.num_nodes={-(-int(found['tp']) // per_node)}")
     config = load(settings)
-    return Case(file.stem, settings, compare_file(config, config.model.hf, file), time.process_time() - start)
+    report = make_plan(config, dict(config.model.hf)).report
+    return Case(file.stem, settings, compare_file(config, config.model.hf, report, file), time.process_time() - start)
 
 
 def summary(cases: list[Case]) -> Iterator[str]:

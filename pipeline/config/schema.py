@@ -71,8 +71,9 @@ class HwConfig:
     """CUDA compute capability x10 (90 = Hopper, 100/103/120 = Blackwell); null for a CPU."""
     num_devices: int = limited(1, least=1, most=1024)
     """GPUs a node, as the scheduler sees them."""
-    num_nodes: int = limited(1, least=1, most=1024)
-    """Nodes that one instance may span over the network; inside an NVLink domain it spans them anyway."""
+    num_nodes: int | None = limited(1, least=1, most=1024, hint="null is as many as the total that is asked for takes")
+    """Nodes at hand. Where a total is asked for (workload.concurrency, workload.requests_per_second, slo.tokens_per_second) the
+    fewest of them that reach it are planned for, else all; null: as many as it takes. An instance may span them."""
     nvlink_domain: int = limited(1, least=1, most=1024)
     """GPUs that reach one another over NVLink."""
     topology: str | None = limited(None, empty=False, hint="save the output of `nvidia-smi topo -m` in a file")
@@ -167,6 +168,8 @@ class WorkloadConfig:
     """Output tokens of a request."""
     concurrency: int | None = limited(None, least=1, most=2**20)
     """Requests in flight over all instances; null: as many as the hardware serves best, within slo.* and memory."""
+    requests_per_second: float | None = limited(None, above=0, hint="null: as many as come")
+    """Requests a second over all instances that must be answered; null: no such total."""
     chunked_prefill: bool = False
     """Whether a long prompt is computed in several steps, between which others decode."""
     turns: int = limited(1, least=1, most=2**16)
@@ -189,6 +192,8 @@ class SloConfig:
     """Time per output token, in milliseconds."""
     tokens_per_gpu: float | None = limited(None, above=0, hint="null is no limit")
     """Least output tokens a second and GPU."""
+    tokens_per_second: float | None = limited(None, above=0, hint="null is no limit")
+    """Least output tokens a second over all instances."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pipeline.config.schema import Config, HwConfig, TrtllmEngineConfig
+from pipeline.config.schema import Config, HwConfig, SloConfig, TrtllmEngineConfig
 from pipeline.engines.trtllm.versions import known_lines, version_line
 from pipeline.models.arch import Arch
 from pipeline.planner.policy import precision_of
@@ -22,6 +22,8 @@ class Case:
 
     config: Config
     arch: Arch
+    recipe: str
+    """Name of the formats; quant.name, unless the policy puts accuracy first."""
     formats: dict[str, str]
     kv_format: str
     precision_note: str
@@ -38,6 +40,26 @@ class Case:
     def hw(self) -> HwConfig:
         """The machine."""
         return self.config.hw
+
+    @property
+    def limits(self) -> SloConfig:
+        """`slo.*`; its tokens a second are those of `workload.requests_per_second`, too."""
+        slo, rate = self.config.slo, self.config.workload.requests_per_second
+        wanted = max(slo.tokens_per_second or 0.0, (rate or 0.0) * self.osl)
+        return replace(slo, tokens_per_second=wanted or None)
+
+    @property
+    def asked(self) -> str:
+        """The limits and totals, as they were given."""
+        names = ("tpot_ms", "ttft_ms", "tokens_per_gpu", "tokens_per_second")
+        given = {f"slo.{name}": getattr(self.config.slo, name) for name in names}
+        given |= {f"workload.{name}": getattr(self.config.workload, name) for name in ("concurrency", "requests_per_second")}
+        return ", ".join(f"{name}={value:g}" for name, value in given.items() if value is not None)
+
+    @property
+    def has_total(self) -> bool:
+        """Whether it is said what all instances together must do, so that the nodes for it can be counted."""
+        return bool(self.concurrency or self.limits.tokens_per_second)
 
     @property
     def longest_prompt(self) -> int:
@@ -81,6 +103,7 @@ def case_of(config: Config, arch: Arch) -> Case:
     case = Case(
         config=config,
         arch=arch,
+        recipe=precision.recipe,
         formats=precision.formats,
         kv_format=precision.kv_format,
         precision_note=precision.note,

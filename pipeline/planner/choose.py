@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.planner.case import Case
 from pipeline.planner.memory import RankMemory, memory_of, tokens_per_block
+from pipeline.planner.policy import num_gpus
 from pipeline.planner.setup import Layout, Setup, divides
 
 __all__ = ["Choice", "Decision", "choose", "gpu_counts", "moe_backend", "rank_limits", "size"]
@@ -133,7 +134,7 @@ def gpu_counts(limit: int) -> list[int]:
 def _candidates(case: Case, prefer_adp: bool) -> list[Layout]:
     """Layouts in order of preference; what the configuration fixes is fixed."""
     asked = case.config.parallel
-    counts = [asked.tp] if asked.tp else gpu_counts(max(1, case.hw.num_devices * case.hw.num_nodes // asked.pp))[::-1]
+    counts = [asked.tp] if asked.tp else gpu_counts(max(1, num_gpus(case.config) // asked.pp))[::-1]
     modes = [asked.attention_dp] if asked.attention_dp is not None else [prefer_adp, not prefer_adp]
     layouts = [layout for adp in modes for tp in counts if (layout := _layout(case, tp, adp and tp > 1))]
     adp = bool(asked.attention_dp if asked.attention_dp is not None else prefer_adp)
@@ -229,7 +230,7 @@ def _layout_reason(case: Case, choice: Choice) -> str:
         return "asked for: parallel.tp"
     if case.concurrency and case.concurrency <= LOW_CONCURRENCY and not choice.layout.attention_dp:
         return f"{_requests(case)}: for latency, all GPUs of the node that divide the model"
-    idle = case.hw.num_devices * case.hw.num_nodes - choice.layout.world_size
+    idle = num_gpus(case.config) - choice.layout.world_size
     more = f"; {idle} stay idle: the model divides no further" if idle else ""
     return f"all GPUs of the node, whose caches add up{more}"
 

@@ -6,6 +6,7 @@ same rules, and predicted at the same load on the same hardware.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,16 +19,14 @@ from pipeline.core.errors import ConfigError
 from pipeline.engines.trtllm.llm_args import render
 from pipeline.engines.trtllm.versions import version_line
 from pipeline.models.arch import Arch
-from pipeline.planner.case import case_of
+from pipeline.planner.case import Case, case_of
 from pipeline.planner.llm_args_file import read_llm_args
 from pipeline.planner.memory import memory_of, tokens_per_block
-from pipeline.planner.plan import planned
-from pipeline.planner.policy import num_gpus
 from pipeline.planner.rules import Finding, check
 from pipeline.planner.search import predictable
 from pipeline.planner.search.score import Point, score
 from pipeline.planner.search.space import Candidate
-from pipeline.planner.setup import Setup
+from pipeline.planner.setup import Layout, Setup
 
 __all__ = ["Comparison", "Line", "compare", "compare_file"]
 
@@ -110,19 +109,29 @@ class Comparison:
         }
 
 
-def compare_file(config: Config, hf: Mapping[str, Any], file: Path) -> Comparison:
-    """The plan of `config` for the model that `hf` describes, beside `file`.
+def compare_file(config: Config, hf: Mapping[str, Any], plan: Mapping[str, Any], file: Path) -> Comparison:
+    """The plan of `config` for the model that `hf` describes, beside `file`; `plan` is the plan's report.
 
     Raises:
-        ConfigError: if the plan is refused, is not one for TensorRT-LLM, or the file cannot be read.
+        ConfigError: if the plan is not one for TensorRT-LLM, or the file cannot be read.
     """
     theirs = _read(file)
     if config.engine.kind != "trtllm":
         raise ConfigError(f"--compare reads TensorRT-LLM's arguments, but engine={config.engine.kind}: choose engine=trtllm.")
     case = case_of(config, Arch.from_hf(dict(hf)))
-    choice, deploy = planned(case)
-    ours = render(deploy, version_line(case.trtllm.version))
-    return compare(ours, theirs, choice.setup, {item.name: item.reason for item in choice.decisions}, num_gpus(case.config))
+    ours = render(plan["deploy"], version_line(case.trtllm.version))
+    paid = plan["predicted"]["gpus"] if "predicted" in plan else plan["deploy"]["num_devices"]
+    return compare(ours, theirs, _asked(case, plan), {item["name"]: item["reason"] for item in plan["decisions"]}, paid)
+
+
+def _asked(case: Case, plan: Mapping[str, Any]) -> Setup:
+    """What both are asked: model, machine, formats and the load of one instance of the plan."""
+    load = plan["predicted"]["concurrency"] if "predicted" in plan else case.concurrency
+    return Setup(
+        arch=case.arch, hw=case.hw, formats=case.formats, stored_as=case.config.quant.layout, layout=Layout(1, 1, False),
+        model=case.config.model.name, version=case.trtllm.version, kv_format=case.kv_format, isl=case.isl, osl=case.osl,
+        concurrency=math.ceil(load / plan["deploy"]["instances"]) if load else None,
+    )  # fmt: skip
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -155,15 +164,16 @@ def _require_plain(args: Mapping[Any, Any], file: Path) -> None:
 
 
 def compare(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], setup: Setup, decisions: Mapping[str, str], total: int
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], asked: Setup, decisions: Mapping[str, str], total: int
 ) -> Comparison:
-    """`ours` are the plan's arguments for `setup`; `decisions` says why, by name; `total` counts the hardware's GPUs."""
-    read = read_llm_args(theirs, setup)
+    """`ours` are the plan's arguments, read like `theirs` for the question that `asked` holds; `decisions` says why, by name;
+    `total` counts the GPUs that are paid for."""
+    read = read_llm_args(theirs, asked)
     return Comparison(
         arguments=list(_lines(_flat(ours), _flat(theirs), decisions)),
         renamed=(*read.renamed, *read.unknown),
         findings=check(read.setup),
-        ours=_predicted(setup, total),
+        ours=_predicted(read_llm_args(ours, asked).setup, total),
         theirs=_predicted(read.setup, total),
     )
 
@@ -192,8 +202,9 @@ def _predicted(setup: Setup, total: int) -> Point | None:
     replicas = max(1, total // setup.layout.world_size)
     batch = min(held, setup.max_batch_size)
     load = setup.concurrency * replicas if setup.concurrency else batch * setup.layout.cache_ranks * replicas
-    item = Candidate("", replace(setup, max_batch_size=batch), replicas, load, rank.kv_tokens, held)
-    return score([item], total).point(0)
+    nodes = math.ceil(total / setup.hw.num_devices)
+    item = Candidate("", replace(setup, max_batch_size=batch), nodes, total, replicas, load, rank.kv_tokens, held)
+    return score([item]).point(0)
 
 
 def _lines(ours: Mapping[str, Any], theirs: Mapping[str, Any], decisions: Mapping[str, str]) -> Iterator[Line]:

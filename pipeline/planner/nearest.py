@@ -73,7 +73,7 @@ def _shorter(case: Case) -> Iterator[tuple[str, Case]]:
 
 def _with_config(case: Case, config: Config) -> Case:
     precision = precision_of(config, case.arch)
-    return replace(case, config=config, formats=precision.formats, kv_format=precision.kv_format)
+    return replace(case, config=config, recipe=precision.recipe, formats=precision.formats, kv_format=precision.kv_format)
 
 
 def _section(config: Config, path: str) -> Any:

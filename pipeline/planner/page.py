@@ -62,8 +62,11 @@ def _speed(report: dict[str, Any], front: str | None) -> Iterator[str]:
     search = report["search"]
     count = report["predicted"]["candidates"]
     yield f"<p><small>{count:,} configurations of this precision were predicted; none was run.</small></p>"
-    heads = ("configuration", "at once", "TTFT, ms", "TPOT, ms", "80 %", "tokens/s/user", "tokens/s/GPU")
+    heads = ("configuration", "nodes", "at once", "TTFT, ms", "TPOT, ms", "80 %", "tokens/s/user", "tokens/s/GPU")
     yield from _table(heads, (_front_row(row) for row in search["front"]))
+    if len(search["nodes"]) > 1:
+        yield "<h2>How many nodes</h2>"
+        yield from _table((*heads, "tokens/s", "enough"), (_node_row(row) for row in search["nodes"]))
     if search["disaggregated"]:
         yield "<h2>Prefill and decode apart</h2>"
         yield from _table(heads, (_front_row(row) for row in search["disaggregated"]))
@@ -74,7 +77,11 @@ def _speed(report: dict[str, Any], front: str | None) -> Iterator[str]:
 def _front_row(row: dict[str, Any]) -> list[str]:
     low, high = row["tpot_interval_ms"]
     figures = (f"{row['concurrency']:,}", f"{row['ttft_ms']:,.0f}", f"{row['tpot_ms']:.1f}", f"{low:.1f} to {high:.1f}")
-    return [row["layout"], *figures, f"{row['tokens_per_user']:.1f}", f"{row['tokens_per_gpu']:,.0f}"]
+    return [row["layout"], str(row["nodes"]), *figures, f"{row['tokens_per_user']:.1f}", f"{row['tokens_per_gpu']:,.0f}"]
+
+
+def _node_row(row: dict[str, Any]) -> list[str]:
+    return [*_front_row(row), f"{row['tokens_per_second']:,.0f}", "yes" if row["enough"] else "no"]
 
 
 def _gain_row(row: dict[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from pipeline.planner.search.choice import choice_of, speed_report
 from pipeline.planner.setup import Setup
 from pipeline.planner.torch_limits import torch_decisions, torch_deploy, torch_memory, torch_rules, torch_warnings
 
-__all__ = ["Plan", "make_plan", "planned"]
+__all__ = ["Plan", "make_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +103,9 @@ def _plan_trtllm(case: Case) -> _Planned:
         "not_checked": ["Nothing here ran on a GPU: limits come from arithmetic and from published measurements."],
     }
     if found:
-        report |= speed_report(found)
+        report |= speed_report(case, found)
     title = f"{case.config.model.title} on {case.hw.title}: memory of one rank"
     return _Planned(deploy, report, memory_svg(rank_bars(choice.setup), title))
-
-
-def planned(case: Case) -> tuple[Choice, dict[str, Any]]:
-    """The choice for TensorRT-LLM and its deploy.json, whatever the rules say of it."""
-    choice = _chosen(case)[0]
-    return choice, _deploy(case, choice)
 
 
 def _chosen(case: Case) -> tuple[Choice, Found | None]:
@@ -139,14 +133,16 @@ def _notes(case: Case, found: Found | None) -> list[str]:
             f"each with GPUs of its own (CUDA_VISIBLE_DEVICES), behind one balancer, for the speed that is predicted."
         )
     notes += [case.precision_note] if case.precision_note else []
-    if any(value is not None for value in asdict(case.config.slo).values()):
+    if any(value is not None for value in asdict(case.limits).values()):
         if found is None:
             notes.append("slo.* is not predicted for this hardware or pipeline parallelism: only published recipes decide.")
         elif not found.meets_slo:
             low, high = found.best.prediction.interval
+            more = f" hw.num_nodes={found.nodes_needed} is predicted to do." if found.nodes_needed else ""
             notes.append(
-                f"slo.* is within reach only at the favourable end of the prediction: TPOT {found.best.prediction.tpot_ms:.1f} ms, "
-                f"80 % interval {low:.1f} to {high:.1f} ms. Measure before you promise it."
+                f"{case.asked} is within reach only at the favourable end of the prediction: TPOT "
+                f"{found.best.prediction.tpot_ms:.1f} ms, 80 % interval {low:.1f} to {high:.1f} ms, "
+                f"{found.best.tokens_per_second:,.0f} tokens/s. Measure before you promise it.{more}"
             )
     return notes
 
@@ -195,7 +191,7 @@ def _subject(case: Case) -> dict[str, Any]:
         },
         "hw": {"name": config.hw.name, "title": config.hw.title},
         "engine": config.engine.kind,
-        "quant": config.quant.name,
+        "quant": case.recipe,
         "workload": {
             "name": config.workload.name,
             "isl": case.isl,

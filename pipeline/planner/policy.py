@@ -17,17 +17,20 @@ from pipeline.models.arch import Arch
 from pipeline.planner.params import LINEAR_CLASSES, stored_bytes
 from pipeline.share import share
 
-__all__ = ["Precision", "num_gpus", "precision_of", "recipe"]
+__all__ = ["MOST_RANKS", "Precision", "instances_on", "num_gpus", "one_instance", "precision_of", "recipe"]
 
 UNQUANTISED = ("embed", "lm_head", "norm", "router")
 ROOM = 0.75
 """Share of the memory that weights may take, so that engine and cache find room."""
+MOST_RANKS = 64
+"""Ranks of one instance; published instances of R1 have up to 64 (wide EP on GB200)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
     """Formats by module class, and of the cache."""
 
+    recipe: str
     formats: dict[str, str]
     kv_format: str
     note: str = ""
@@ -40,22 +43,39 @@ def precision_of(config: Config, arch: Arch) -> Precision:
     classes = (*LINEAR_CLASSES, "mtp")
     asked = dict.fromkeys(UNQUANTISED, "bf16") | {cls: getattr(quant, cls) for cls in classes}
     if not quant.accuracy_sensitive:
-        return Precision(asked, quant.kv_dtype)
+        return Precision(quant.name, asked, quant.kv_dtype)
     plain = dict.fromkeys((*UNQUANTISED, *classes), "bf16")
     size, memory = sum(stored_bytes(arch, plain).values()), config.hw.memory_bytes * num_gpus(config)
     if size <= ROOM * memory or "fp8_block" not in config.hw.weight_formats:
-        return Precision(plain, "bf16", "quant.accuracy_sensitive: weights and cache in BF16.")
+        return Precision("bf16", plain, "bf16", "quant.accuracy_sensitive: weights and cache in BF16.")
     note = (
         f"quant.accuracy_sensitive: BF16 weights take {size / 1e9:,.0f} GB, more than {ROOM:.0%} of the {memory / 1e9:,.0f} GB "
         f"here, so the published FP8 blocks are kept, bit by bit; the cache is BF16."
     )
-    return Precision(plain | dict.fromkeys(classes, "fp8_block"), "bf16", note)
+    return Precision("fp8_block", plain | dict.fromkeys(classes, "fp8_block"), "bf16", note)
 
 
-def num_gpus(config: Config) -> int:
-    """GPUs that are paid for: those of all nodes, or of the one instance that `parallel.tp` asks for."""
+def one_instance(config: Config) -> bool:
+    """Whether `parallel.tp` means one instance and no more: no total is asked for that could take several."""
+    rates = config.slo.tokens_per_second or config.workload.requests_per_second
+    return bool(config.parallel.tp and config.hw.num_nodes and not rates)
+
+
+def num_gpus(config: Config, nodes: int | None = None) -> int:
+    """GPUs that are paid for: those of `nodes` nodes (None: of all), or of the one instance that is asked for."""
     hw, asked = config.hw, config.parallel
-    return asked.tp * asked.pp if asked.tp else hw.num_devices * hw.num_nodes
+    if one_instance(config):
+        return (asked.tp or 1) * asked.pp
+    nodes = nodes or hw.num_nodes
+    return hw.num_devices * nodes if nodes else max(MOST_RANKS, hw.num_devices)
+
+
+def instances_on(config: Config, ranks: int, nodes: int) -> int:
+    """Instances of `ranks` GPUs on `nodes` nodes; none straddles two that one could hold."""
+    if one_instance(config):
+        return 1
+    per_node = config.hw.num_devices
+    return nodes * (per_node // ranks) if ranks <= per_node else nodes // -(-ranks // per_node)
 
 
 def recipe(name: str) -> QuantConfig:

@@ -75,7 +75,16 @@ def _speed(report: dict[str, Any]) -> list[str]:
             change = best["tokens_per_gpu"] / point["tokens_per_gpu"] - 1
             speed = f"{best['tokens_per_gpu']:,.0f} tokens/s/GPU ({change:+.0%}) at TPOT {best['tpot_ms']:.1f} ms"
             lines.append(f"  {name}: {best['layout']}, {speed}")
-    return lines
+    return [*lines, *_nodes(search["nodes"])]
+
+
+def _nodes(rows: list[dict[str, Any]]) -> list[str]:
+    """What each number of nodes that was tried would give, where more than one was."""
+    lines = [("nodes", "tokens/s", "TPOT, ms", "")] if len(rows) > 1 else []
+    for row in rows if lines else ():
+        verdict = f"{row['layout']}, {row['concurrency']:,} at once{'' if row['enough'] else ': not enough'}"
+        lines.append((str(row["nodes"]), f"{row['tokens_per_second']:,.0f}", f"{row['tpot_ms']:.1f}", verdict))
+    return [f"  {a:>5}  {b:>9}  {c:>8}  {d}".rstrip() for a, b, c, d in lines]
 
 
 def _memory(memory: dict[str, Any]) -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.core.errors import ConfigError
 from pipeline.planner.perf.calibration import Calibration, shipped
@@ -77,6 +78,12 @@ class Predictions:
             accepted=float(served.accepted[i]),
             prefill={name: float(value[i]) * 1e6 for name, value in served.prefill.items()},
         )
+
+    def take(self, at: NDArray[np.int64]) -> Predictions:
+        """Those at some places."""
+        served = Served(*({name: term[at] for name, term in value.items()} if isinstance(value, dict) else value[at]
+                          for value in self.served))  # fmt: skip
+        return Predictions(*(getattr(self, item.name)[at] for item in fields(self) if item.name != "served"), served)
 
     def __iter__(self) -> Iterator[Prediction]:
         return (self[i] for i in range(len(self)))

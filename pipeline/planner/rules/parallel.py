@@ -13,7 +13,7 @@ __all__ = ["RULES"]
 
 def _gpus(setup: Setup) -> str | None:
     world, hw = setup.layout.world_size, setup.hw
-    limit = max(hw.num_devices * hw.num_nodes, hw.nvlink_domain)
+    limit = max(hw.num_devices * (hw.num_nodes or world), hw.nvlink_domain)
     if world <= limit:
         return None
     asked = f"parallel.tp={setup.layout.tp}" + (f" x parallel.pp={setup.layout.pp}" if setup.layout.pp > 1 else "")

@@ -9,9 +9,9 @@ from pipeline.planner.case import Case
 from pipeline.planner.choose import RECIPES, Choice, Decision, moe_backend, rank_limits
 from pipeline.planner.memory import memory_of
 from pipeline.planner.perf import Machine, ablate
-from pipeline.planner.policy import num_gpus
 from pipeline.planner.search import Found, Point, Split
 from pipeline.planner.search.chart import Mark, Series, front_svg
+from pipeline.planner.search.nodes import why_nodes
 from pipeline.planner.search.score import perf_case
 from pipeline.planner.search.space import FRACTIONS
 
@@ -32,7 +32,8 @@ def choice_of(case: Case, found: Found) -> Choice:
     ]
     decisions = (
         Decision("layout", str(setup.layout), why["gpus_per_instance"], MODEL),
-        Decision("instances", best.candidate.replicas, _instances(case, best), MODEL),
+        Decision("instances", best.candidate.replicas, _instances(best), MODEL),
+        Decision("nodes", best.candidate.nodes, why_nodes(case, found.counts), MODEL),
         Decision("attention_dp", setup.layout.attention_dp, why["attention_dp"], MODEL),
         Decision("ep", setup.layout.ep, why["ep"], MODEL),
         Decision("mtp", setup.mtp, why["mtp"], MODEL),
@@ -51,16 +52,16 @@ def _fraction(case: Case, best: Point) -> str:
     return f"the least of {', '.join(map(str, FRACTIONS))} with room for {best.setup.max_batch_size} requests a rank"
 
 
-def _instances(case: Case, best: Point) -> str:
-    total = num_gpus(case.config)
+def _instances(best: Point) -> str:
+    total = best.candidate.paid
     idle = total - best.candidate.gpus
     more = f"; {idle} of {total} GPUs stay idle" if idle else f"; all {total} GPUs in use"
     return f"{best.setup.layout.world_size} GPUs each{more}"
 
 
-def speed_report(found: Found) -> dict[str, Any]:
+def speed_report(case: Case, found: Found) -> dict[str, Any]:
     """What the plan's report says about speed."""
-    return {"predicted": _predicted(found), "search": _tables(found), "ablation": _ablation(found.best)}
+    return {"predicted": _predicted(found), "search": _tables(case, found), "ablation": _ablation(found.best)}
 
 
 def pictured(report: dict[str, Any]) -> str:
@@ -86,15 +87,17 @@ def _predicted(found: Found) -> dict[str, Any]:
         **_row(best),
         "tokens_per_gpu_interval": [_round(value) for value in prediction.tokens_per_gpu_interval],
         "meets_slo": found.meets_slo,
+        "nodes_needed": found.nodes_needed,
         "terms_us": {name: _round(value) for name, value in prediction.terms.items()},
         "tokens_per_step": _round(prediction.accepted),
-        "candidates": found.num_candidates,
+        "candidates": len(found.counts.scored),
     }
 
 
-def _tables(found: Found) -> dict[str, Any]:
-    """Fronts, by precision and for splits."""
+def _tables(case: Case, found: Found) -> dict[str, Any]:
+    """Fronts, by precision and for splits, and what each number of nodes would give."""
     return {
+        "nodes": _nodes(case, found),
         "front": [_row(point) for point in found.front],
         "other_precisions": {name: [_row(point) for point in points] for name, points in found.others.items()},
         "disaggregated": [_split(split) for split in found.splits],
@@ -102,10 +105,18 @@ def _tables(found: Found) -> dict[str, Any]:
     }
 
 
+def _nodes(case: Case, found: Found) -> list[dict[str, Any]]:
+    """The best of every number of nodes that was tried."""
+    best = {nodes: found.counts.best(case, nodes) for nodes in found.counts.tried}
+    return [_row(item[0]) | {"enough": item[1]} for item in best.values() if item]
+
+
 def _row(point: Point) -> dict[str, Any]:
     low, high = point.prediction.interval
     return {
         "layout": point.label,
+        "nodes": point.candidate.nodes,
+        "gpus": point.candidate.paid,
         "concurrency": point.candidate.concurrency,
         "max_batch_size": point.setup.max_batch_size,
         "max_num_tokens": point.setup.max_num_tokens,
@@ -114,12 +125,14 @@ def _row(point: Point) -> dict[str, Any]:
         "tpot_interval_ms": [_round(low), _round(high)],
         "tokens_per_user": _round(point.prediction.tokens_per_user),
         "tokens_per_gpu": _round(point.tokens_per_gpu),
+        "tokens_per_second": _round(point.tokens_per_second),
     }
 
 
 def _split(split: Split) -> dict[str, Any]:
     return {
         "layout": split.label,
+        "nodes": split.nodes,
         "concurrency": split.concurrency,
         "ttft_ms": _round(split.result.ttft_ms),
         "tpot_ms": _round(split.result.tpot_ms),

@@ -33,7 +33,8 @@ class Split:
     concurrency: int
     result: Disaggregated
     tokens_per_gpu: float
-    """Over all GPUs of the hardware."""
+    """Over all GPUs that are paid for."""
+    nodes: int
 
     @property
     def label(self) -> str:
@@ -42,14 +43,15 @@ class Split:
         return f"{self.counts[0]}P x {self.prefill}, {self.counts[1]}D x {self.decode}{drafts}"
 
 
-def splits(candidates: Sequence[Candidate], total: int, concurrency: int | None) -> list[Split]:
-    """The Pareto front of splits, fastest user first; empty where two instances do not fit."""
+def splits(candidates: Sequence[Candidate], concurrency: int | None) -> list[Split]:
+    """The Pareto front of splits of the same GPUs, fastest user first; empty where two instances do not fit."""
+    total, nodes = candidates[0].paid, candidates[0].nodes
     shapes = _shapes(candidates, total)
     if not shapes:
         return []
     machine = Machine.of(candidates[0].setup.hw)
     cases = {key: _roomy(item, machine) for key, item in shapes.items()}
-    first, fill = _prefill({layout: case for (layout, mtp), case in cases.items() if mtp == 0})
+    first, fill = _prefill({layout: replace(case, mtp=0) for (layout, _), case in cases.items()})
     rate = prefill_rate(fill).prompts_per_second
     found = []
     for (second, mtp), case in cases.items():
@@ -58,7 +60,7 @@ def splits(candidates: Sequence[Candidate], total: int, concurrency: int | None)
             for load in _loads(concurrency, counts[1] * second.cache_ranks, shapes[second, mtp].sequences):
                 result = disaggregate(fill, case, counts, load)
                 if result.bound != "prefill" or concurrency:  # prompts that queue without end are no operating point
-                    found.append(Split(first, second, counts, mtp, load, result, result.tokens_per_gpu * used / total))
+                    found.append(Split(first, second, counts, mtp, load, result, result.tokens_per_gpu * used / total, nodes))
     chosen = pareto([split.result.tpot_ms for split in found], [split.tokens_per_gpu for split in found])
     return [found[at] for at in chosen]
 
@@ -66,9 +68,11 @@ def splits(candidates: Sequence[Candidate], total: int, concurrency: int | None)
 def _shapes(candidates: Sequence[Candidate], total: int) -> dict[tuple[Layout, int], Candidate]:
     """The candidate with most room of each layout that leaves GPUs for a second instance, with and without drafts."""
     shapes: dict[tuple[Layout, int], Candidate] = {}
+    drafts = {item.setup.mtp for item in candidates}
+    tried = drafts & {0, 1} or drafts
     for item in candidates:
         layout, mtp = item.setup.layout, item.setup.mtp
-        if layout.world_size * 2 > total or mtp not in (0, 1) or layout.ep != (layout.tp if layout.attention_dp else 1):
+        if layout.world_size * 2 > total or mtp not in tried or layout.ep != (layout.tp if layout.attention_dp else 1):
             continue
         if (layout, mtp) not in shapes or item.sequences > shapes[layout, mtp].sequences:
             shapes[layout, mtp] = item

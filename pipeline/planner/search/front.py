@@ -8,11 +8,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pipeline.config.schema import SloConfig
-from pipeline.core.errors import ConfigError
 from pipeline.planner.search.score import Mask, Scored
 from pipeline.planner.search.space import Candidate
 
-__all__ = ["TIE", "front", "pareto", "recommended"]
+__all__ = ["TIE", "front", "nearest", "pareto", "recommended"]
 
 TIE = 0.05
 """Throughputs closer than this are equal, for cross-validated errors are larger: fewer instances win, then fewer drafts."""
@@ -37,15 +36,13 @@ def pareto(times: ArrayLike, tokens: ArrayLike) -> list[int]:
     return chosen
 
 
-def recommended(scored: Scored, slo: SloConfig) -> int:
-    """The most tokens/s/GPU within the limits.
-
-    Raises:
-        ConfigError: if nothing comes near them, even at the lower end of the 80 % interval.
-    """
+def recommended(scored: Scored, slo: SloConfig) -> int | None:
+    """The most tokens/s/GPU within the limits; the nearest to them that the favourable end of its 80 % interval keeps within;
+    None where there is none."""
     kept = scored.meets(slo)
     if not kept.any():
-        return _nearest(scored, slo)
+        index = nearest(scored, slo)
+        return index if _excess(scored, slo, scored.predictions.low_ms)[index] <= 1 else None
     values = np.where(kept, scored.tokens_per_gpu, -1.0)
     simplest = _least(scored, values >= values.max() * (1 - TIE), lambda item: (item.replicas, item.setup.mtp))
     values = np.where(simplest, values, -1.0)
@@ -62,13 +59,9 @@ def _least(scored: Scored, among: Mask, key: Callable[[Candidate], tuple[int, ..
     return mask
 
 
-def _nearest(scored: Scored, slo: SloConfig) -> int:
-    """The candidate that misses the limits by least, if its interval still reaches them."""
-    excess = _excess(scored, slo, scored.predictions.tpot_ms)
-    index = int(np.argmin(excess))
-    if _excess(scored, slo, scored.predictions.low_ms)[index] > 1:
-        raise ConfigError(_out_of_reach(scored, slo, index))
-    return index
+def nearest(scored: Scored, slo: SloConfig) -> int:
+    """The candidate that misses the limits by least."""
+    return int(np.argmin(_excess(scored, slo, scored.predictions.tpot_ms)))
 
 
 def _excess(scored: Scored, slo: SloConfig, tpot_ms: np.ndarray) -> np.ndarray:
@@ -80,19 +73,8 @@ def _excess(scored: Scored, slo: SloConfig, tpot_ms: np.ndarray) -> np.ndarray:
         ratios.append(scored.predictions.ttft_ms * (tpot_ms / scored.predictions.tpot_ms) / slo.ttft_ms)
     if slo.tokens_per_gpu is not None:
         ratios.append(slo.tokens_per_gpu / scored.tokens_per_gpu * (tpot_ms / scored.predictions.tpot_ms))
+    if slo.tokens_per_second is not None:
+        ratios.append(slo.tokens_per_second / scored.tokens_per_second * (tpot_ms / scored.predictions.tpot_ms))
     return np.maximum.reduce(ratios)
 
 
-def _out_of_reach(scored: Scored, slo: SloConfig, index: int) -> str:
-    point = scored.point(index)
-    prediction, (low, high) = point.prediction, point.prediction.interval
-    asked = ", ".join(
-        f"slo.{name}={value:g}" for name in ("ttft_ms", "tpot_ms", "tokens_per_gpu") if (value := getattr(slo, name)) is not None
-    )
-    count = point.candidate.concurrency
-    return (
-        f"No configuration of this hardware is predicted to meet {asked}. Nearest: {point.label} with "
-        f"{count:,} request{'' if count == 1 else 's'} at once, TTFT {prediction.ttft_ms:.0f} ms, TPOT {prediction.tpot_ms:.1f} ms "
-        f"(80 %: {low:.1f} to {high:.1f}), {point.tokens_per_gpu:.0f} tokens/s/GPU. Relax the limits to that, lower "
-        f"workload.concurrency, or choose other hardware."
-    )

@@ -26,12 +26,17 @@ class Point:
     candidate: Candidate
     prediction: Prediction
     tokens_per_gpu: float
-    """Output tokens a second over all GPUs of the hardware, idle ones too."""
+    """Output tokens a second over all GPUs that are paid for, idle ones too."""
 
     @property
     def setup(self) -> Setup:
         """Of one instance."""
         return self.candidate.setup
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens a second over all instances."""
+        return self.tokens_per_gpu * self.candidate.paid
 
     @property
     def label(self) -> str:
@@ -49,6 +54,11 @@ class Scored:
     predictions: Predictions
     tokens_per_gpu: Floats
 
+    @property
+    def tokens_per_second(self) -> Floats:
+        """Output tokens a second over all instances."""
+        return self.tokens_per_gpu * np.array([item.paid for item in self.candidates])
+
     def __len__(self) -> int:
         return len(self.candidates)
 
@@ -65,14 +75,25 @@ class Scored:
             kept &= self.predictions.ttft_ms <= slo.ttft_ms
         if slo.tokens_per_gpu is not None:
             kept &= self.tokens_per_gpu >= slo.tokens_per_gpu
+        if slo.tokens_per_second is not None:
+            kept &= self.tokens_per_second >= slo.tokens_per_second
         return kept
 
+    def moved(self, candidates: Sequence[Candidate | None]) -> Scored:
+        """The same instances, with the same load each, in other numbers; those that became None are dropped."""
+        at = np.array([index for index, item in enumerate(candidates) if item], dtype=np.int64)
+        return _shared([item for item in candidates if item], self.predictions.take(at))
 
-def score(candidates: Sequence[Candidate], total: int) -> Scored:
-    """Predict all of them; `total` counts the GPUs that are paid for."""
+
+def score(candidates: Sequence[Candidate]) -> Scored:
+    """Predict all of them."""
     machine = Machine.of(candidates[0].setup.hw)
-    predictions = predict_many([perf_case(item, machine) for item in candidates])
-    share = np.array([item.gpus for item in candidates]) / total
+    return _shared(candidates, predict_many([perf_case(item, machine) for item in candidates]))
+
+
+def _shared(candidates: Sequence[Candidate], predictions: Predictions) -> Scored:
+    """Over all GPUs that are paid for."""
+    share = np.array([item.gpus / item.paid for item in candidates])
     return Scored(candidates, predictions, predictions.tokens_per_gpu * share)
 
 

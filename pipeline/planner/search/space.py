@@ -1,9 +1,9 @@
 """Every configuration worth asking about: recipe x layout x drafts x requests in flight x tokens a step.
 
 What the user fixed (`parallel.*`, `engine.trtllm.mtp`, `engine.trtllm.moe_backend`, `workload.concurrency`) is fixed, and
-`parallel.tp` means one instance; the rest is tried. Limits of one rank follow from the requests: max_batch_size is the
-rank's share, the largest CUDA graph is max_batch_size, and a candidate whose cache does not hold its requests at full
-length is left out. Layouts that break a rule (`planner.rules`) never become candidates.
+`parallel.tp` means one instance where no total is asked for; the rest is tried. Limits of one rank follow from the requests:
+max_batch_size is the rank's share, the largest CUDA graph is max_batch_size, and a candidate whose cache does not hold its
+requests at full length is left out. Layouts that break a rule (`planner.rules`) never become candidates.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.planner.case import Case
-from pipeline.planner.choose import LARGEST_BATCH, MARGIN_TOKENS, ROOM, gpu_counts, moe_backend
+from pipeline.planner.choose import MARGIN_TOKENS, ROOM, gpu_counts, moe_backend
 from pipeline.planner.memory import kv_tokens, tokens_per_block
-from pipeline.planner.policy import num_gpus
+from pipeline.planner.policy import MOST_RANKS, instances_on, num_gpus
 from pipeline.planner.rules import REFUSE, check
 from pipeline.planner.setup import Layout, Setup, divides
 
-__all__ = ["BATCHES", "Candidate", "candidates"]
+__all__ = ["BATCHES", "FRACTIONS", "Candidate", "candidates", "layouts", "on_nodes"]
 
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 129, 16), *range(160, 257, 32), *range(320, 1025, 64))
 """Requests of one rank that are tried where `workload.concurrency` is open."""
@@ -36,16 +36,18 @@ FRACTIONS = (0.8, 0.85, 0.9)
 """Shares of the free memory for the cache, the least that holds the requests wins: 0.8 is what the recipes have, 0.9 the
 engine's default."""
 Ints = NDArray[np.int64]
-LARGEST_INSTANCE = 64
-"""Ranks of one instance; published instances of R1 have up to 64 (wide EP on GB200)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """`replicas` instances of one setup, all of the hardware's GPUs paid for."""
+    """`replicas` instances of one setup."""
 
     recipe: str
     setup: Setup
+    nodes: int
+    """Nodes that are paid for, idle GPUs and all."""
+    paid: int
+    """Their GPUs."""
     replicas: int
     concurrency: int
     """Requests in flight over all instances."""
@@ -65,23 +67,33 @@ class Candidate:
         return self.replicas * self.setup.layout.world_size
 
 
-def candidates(case: Case, recipe: str, *, steps: bool = True) -> list[Candidate]:
-    """Everything that could work with the formats of `case`, which `recipe` names; without `steps` the least step alone."""
-    return [item for setup in _bases(case) for item in _sized(case, recipe, setup, steps)]
+def candidates(case: Case, nodes: int, bases: Sequence[Setup] | None = None, *, steps: bool = True) -> list[Candidate]:
+    """Everything that could work with the formats of `case` on `nodes` nodes; without `steps` the least step alone.
+
+    `bases` are those of `layouts`, where they are known already.
+    """
+    bases = layouts(case) if bases is None else bases
+    return [item for setup in bases for item in _sized(case, setup, nodes, steps)]
 
 
-def _bases(case: Case) -> Iterator[Setup]:
+def on_nodes(case: Case, item: Candidate, nodes: int) -> Candidate | None:
+    """The same instances, with the same load each, as many as `nodes` nodes hold; None where those hold none."""
+    replicas = instances_on(case.config, item.setup.layout.world_size, nodes)
+    if not replicas:
+        return None
+    load = round(item.in_instance * replicas)
+    return replace(item, nodes=nodes, paid=num_gpus(case.config, nodes), replicas=replicas, concurrency=load)
+
+
+def layouts(case: Case) -> list[Setup]:
     """Layouts and drafts that no rule refuses, with the least limits."""
-    for layout in _layouts(case):
-        for mtp in _drafts(case):
-            setup = _setup(case, layout, mtp)
-            if not any(finding.level == REFUSE for finding in check(setup)):
-                yield setup
+    setups = (_setup(case, layout, mtp) for layout in _layouts(case) for mtp in _drafts(case))
+    return [setup for setup in setups if not any(finding.level == REFUSE for finding in check(setup))]
 
 
 def _layouts(case: Case) -> Iterator[Layout]:
     asked = case.config.parallel
-    largest = min(num_gpus(case.config) // asked.pp, LARGEST_INSTANCE)
+    largest = min(num_gpus(case.config) // asked.pp, MOST_RANKS)
     for tp in [asked.tp] if asked.tp else gpu_counts(max(1, largest)):
         modes = (False, True) if asked.attention_dp is None and tp > 1 else (bool(asked.attention_dp) and tp > 1,)
         for adp in modes:
@@ -110,10 +122,13 @@ def _setup(case: Case, layout: Layout, mtp: int) -> Setup:
     )  # fmt: skip
 
 
-def _sized(case: Case, recipe: str, base: Setup, steps: bool) -> list[Candidate]:
+def _sized(case: Case, base: Setup, nodes: int, steps: bool) -> list[Candidate]:
     """`base` with every batch and step that its cache has room for."""
-    replicas = max(1, min(num_gpus(case.config) // base.layout.world_size, case.concurrency or LARGEST_BATCH))
-    ranks = replicas * base.layout.cache_ranks
+    replicas = instances_on(case.config, base.layout.world_size, nodes)
+    replicas = min(replicas, case.concurrency or replicas)
+    if not replicas:
+        return []
+    ranks, paid = replicas * base.layout.cache_ranks, num_gpus(case.config, nodes)
     batches = (math.ceil(case.concurrency / ranks),) if case.concurrency else BATCHES
     pairs = [(batch, tokens) for batch in batches for tokens in _steps(base, batch, case.longest_prompt)[: None if steps else 1]]
     batch, tokens = np.array(pairs).T
@@ -126,7 +141,8 @@ def _sized(case: Case, recipe: str, base: Setup, steps: bool) -> list[Candidate]
                 b, limits = int(batch[index]), {"max_batch_size": int(batch[index]), "max_num_tokens": int(tokens[index])}
                 sized = replace(setup, concurrency=_share(case, replicas, ranks, b), **limits)
                 load = case.concurrency or b * ranks
-                found[int(index)] = Candidate(recipe, sized, replicas, load, int(cached[index]), int(held[index]))
+                room = int(cached[index]), int(held[index])
+                found[int(index)] = Candidate(case.recipe, sized, nodes, paid, replicas, load, *room)
     return [found[index] for index in sorted(found)]
 
 
