@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.load import load
 from pipeline.core.errors import ConfigError
@@ -32,7 +32,7 @@ def plan(options: Options, console: Console) -> int:
     config = load(options.overrides, options.config_dir)
     result = _build(options, console, "plan", config)["plan"]
     report = read_json(result.out / "report.json")
-    compared = _compare(config, options.compare) if options.compare else None
+    compared = _compare(config, report, options.compare) if options.compare else None
     for line in compared.lines() if compared else render_ablation(report) if options.ablate else render(report):
         console.line(line)
     more = {"comparison": compared.plain()} if compared else {}
@@ -40,11 +40,11 @@ def plan(options: Options, console: Console) -> int:
     return 0
 
 
-def _compare(config: Config, file: Path) -> Comparison:
+def _compare(config: Config, report: dict[str, Any], file: Path) -> Comparison:
     from pipeline.planner.compare import compare_file
     from pipeline.stages.plan import model_config
 
-    return compare_file(config, model_config(config, find_source(config, _root(config)).folder), file)
+    return compare_file(config, model_config(config, find_source(config, _root(config)).folder), report, file)
 
 
 def convert(options: Options, console: Console) -> int:
