@@ -32,8 +32,7 @@ STAGE = Stage(
     config=("hw", "model.name", "model.checkpoint", "model.hf", "quant", "parallel", "workload", "slo", "engine"),
     reads_checkpoint="config",
     code=(
-        "pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py", "pipeline/engines/trtllm/versions",
-        "pipeline/engines/trtllm/llm_args.py",
+        "pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py", "pipeline/engines/trtllm",
     ),
     run="pipeline.stages.plan:run",
     toolchain=toolchain,
