@@ -36,8 +36,8 @@ class Chunk:
 class Stream(Iterator[Chunk]):
     """The chunks of one request. Leaving the `with` block, or `cancel`, ends it on the server too."""
 
-    def __init__(self, call: Any, cumulative: bool) -> None:
-        self._call, self._cumulative = call, cumulative
+    def __init__(self, call: Any, cumulative: bool, counts_chunks: bool = False) -> None:
+        self._call, self._cumulative, self._counts_chunks = call, cumulative, counts_chunks
         self._begin, self._seen = time.perf_counter(), ""
         self.tokens: int | None = None
         """Output tokens, once the stream is over, if `count_tokens` was asked for."""
@@ -58,7 +58,8 @@ class Stream(Iterator[Chunk]):
             raise TritonError(0, _rpc_sentence(error)) from None
         text = text_of(outputs["text_output"])
         if "num_output_tokens" in outputs:
-            self.tokens = int.from_bytes(outputs["num_output_tokens"], "little")
+            count = int.from_bytes(outputs["num_output_tokens"], "little")
+            self.tokens = count + (self.tokens or 0) if self._counts_chunks else count
         if self._cumulative:
             text, self._seen = text[len(self._seen) :], text
         return Chunk(text, time.perf_counter() - self._begin)
@@ -147,7 +148,8 @@ class Client:
         if not self.decoupled:
             raise ConfigError(f"Model {self.model} is not decoupled: it cannot stream. Package it with decoupled true.")
         request = self.dialect.request(self.body(prompt, **options))
-        return Stream(self._stub.ModelStreamInfer(iter([request]), timeout=self.timeout), cumulative)
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=self.timeout)
+        return Stream(call, cumulative, counts_chunks=bool(self.dialect.packed))
 
 
 def _rpc_sentence(error: grpc.RpcError) -> str:

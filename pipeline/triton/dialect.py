@@ -68,6 +68,8 @@ VLLM_PACKED = {
 }
 """Our option names -> keys inside the text of `sampling_parameters`."""
 PACKED = "sampling_parameters"
+WITHOUT_PROMPT = "exclude_input_in_output"
+"""Left out, vLLM's backend and TensorRT-LLM's ensemble put the prompt before an answer that is not streamed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,9 @@ class Dialect:
         """
         packed = {self.packed[option]: value for option, value in options.items() if option in self.packed}
         plain = {self._name(option): value for option, value in options.items() if option not in self.packed}
-        return {"text_input": prompt, **plain, **({PACKED: json.dumps(packed)} if packed else {})}
+        more: dict[str, Any] = {PACKED: json.dumps(packed)} if packed else {}
+        more |= {WITHOUT_PROMPT: True} if WITHOUT_PROMPT in self.kinds else {}
+        return {"text_input": prompt, **plain, **more}
 
     def request(self, tensors: Mapping[str, Any], request_id: str = "") -> service_pb2.ModelInferRequest:
         """The message that asks for an answer to these inputs; the end of the answer comes as an empty response."""

@@ -70,14 +70,13 @@ class Endpoint:
         config: dict[str, Any] = self._json(f"/v2/models/{model}/config")
         return config
 
-    def metrics(self, model: str | None = None) -> dict[str, float]:
-        """Metrics by name, summed over labels; of one model only if given."""
+    def metrics(self, *models: str) -> dict[str, float]:
+        """Metrics by name, summed over labels; only those of `models` if any are given."""
         totals: dict[str, float] = {}
         with urllib.request.urlopen(self.metrics_url, timeout=TIMEOUT) as reply:
             for line in reply.read().decode().splitlines():
-                if (found := re.match(r"(\w+)(\{.*\})? (\S+)$", line)) and (
-                    not model or f'model="{model}"' in (found[2] or "")
-                ):
+                found = re.match(r"([\w:]+)(\{.*\})? (\S+)$", line)
+                if found and (not models or any(f'model="{model}"' in (found[2] or "") for model in models)):
                     totals[found[1]] = totals.get(found[1], 0.0) + float(found[3])
         return totals
 

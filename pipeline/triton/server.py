@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -31,6 +33,7 @@ from pipeline.config.schema import Config, ServeConfig
 from pipeline.core.errors import ConfigError, MissingToolError, StageError
 from pipeline.core.process import STOPS, die_with_parent, undisturbed
 from pipeline.triton.check import check_repository
+from pipeline.triton.dialect import Dialect
 from pipeline.triton.http import Endpoint
 
 __all__ = ["Installation", "Server", "find_server", "serve_command", "start"]
@@ -327,11 +330,10 @@ def describe(server: Server) -> list[str]:
         f"grpc     {at.grpc}",
         f"metrics  {at.metrics_url}",
     ]
-    body = """'{"text_input": "Hello", "max_tokens": 32, "stream": true}'"""
-    return [
-        *lines,
-        *(f"try      curl -N {at.http_url}/v2/models/{name}/generate_stream -d {body}" for name in server.models),
-    ]
+    for name in server.models:
+        body = json.dumps(Dialect.of(at.config(name)).tensors("Hello", max_tokens=32, stream=True))
+        lines.append(f"try      curl -N {at.http_url}/v2/models/{name}/generate_stream -d {shlex.quote(body)}")
+    return lines
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ from pipeline.triton.server import start
 __all__ = ["entry", "running", "smoke", "smoke_command"]
 
 Emit = Callable[[str], None]
+BEHIND = ("preprocessing", "tensorrt_llm", "postprocessing")
+"""Models that others call, in TensorRT-LLM's repositories and in ours."""
 MARKS = {True: "ok", False: "FAILED", None: "skipped"}
 
 
@@ -47,6 +49,7 @@ def smoke(endpoint: Endpoint, model: str, config: Config, emit: Emit, live: Text
             room=(torch.max_seq_len if torch else 2048) // 2,
             exact=torch is not None and torch.dtype == "float32",
             live=live,
+            called=tuple(sorted(calls(client.config))),
         )
         checks = _run_all(probe, emit)
         passed = all(check["passed"] is not False for check in checks)
@@ -58,13 +61,21 @@ def smoke(endpoint: Endpoint, model: str, config: Config, emit: Emit, live: Text
 
 
 def entry(models: list[str]) -> str:
-    """The model that clients talk to: the ensemble if there is one, else BLS, else the only one."""
+    """The model that clients talk to: the ensemble if there is one, else BLS, else the only one that is not behind another."""
     for name in ("ensemble", "tensorrt_llm_bls"):
         if name in models:
             return name
-    if len(models) > 1:
+    outer = [name for name in models if name not in BEHIND] or models
+    if len(outer) > 1:
         raise ConfigError(f"The repository holds {', '.join(models)}: set serve.model_name to one of them.")
-    return models[0]
+    return outer[0]
+
+
+def calls(config: dict[str, Any]) -> set[str]:
+    """Models that a model calls: the steps of an ensemble, and the engine of TensorRT-LLM's BLS model or of our adapter."""
+    steps = {step["model_name"] for step in config.get("ensemble_scheduling", {}).get("step", [])}
+    engine = config.get("parameters", {}).get("tensorrt_llm_model_name", {}).get("string_value", "")
+    return steps | ({engine} if engine else set())
 
 
 @contextlib.contextmanager

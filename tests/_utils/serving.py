@@ -17,6 +17,7 @@ from pipeline.stages import package
 
 MODEL_CODE = Path(__file__).resolve().parents[2] / "triton_repo" / "torch" / "1"
 FAKE_RUNTIME = Path(__file__).with_name("fake_runtime.py")
+FAKE_TENSORRT_LLM = Path(__file__).with_name("fake_tensorrt_llm.py")
 if str(MODEL_CODE) not in sys.path:
     sys.path.append(str(MODEL_CODE))
 
@@ -68,6 +69,22 @@ def serve_config(**serve: Any) -> Config:
         model=ModelConfig(name="fake_r1"),
         serve=ServeConfig(**settings),
     )
+
+
+def write_fake_bundle(folder: Path, **arguments: Any) -> Path:
+    """What the engine stage of TensorRT-LLM leaves, as far as a layout reads it, over a checkpoint without weights."""
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "checkpoint" / "config.json").write_text("{}")
+    settings = {"tensor_parallel_size": 2, "enable_attention_dp": False, "max_batch_size": 4, "max_seq_len": 512} | arguments
+    (folder / "llm_args.yaml").write_text(json.dumps(settings))
+    return folder
+
+
+def add_tensorrt_llm(version: Path) -> None:
+    """Put the double of tensorrt_llm where the model in this version folder finds it."""
+    (version / "tensorrt_llm").mkdir()
+    shutil.copyfile(FAKE_TENSORRT_LLM, version / "tensorrt_llm" / "__init__.py")
+    (version / "tensorrt_llm" / "llmapi.py").write_text("from tensorrt_llm import GuidedDecodingParams\n")
 
 
 def package_engine(engine: Path, out: Path, config: Config, runtime: Path | None = None) -> Path:

@@ -135,6 +135,8 @@ def test_a_url_is_the_http_port_and_the_others_come_from_the_config(tmp_path: Pa
 def test_the_model_that_clients_talk_to() -> None:
     assert smoke.entry(["only"]) == "only"
     assert smoke.entry(["preprocessing", "tensorrt_llm", "ensemble"]) == "ensemble"
+    assert smoke.entry(["deepseek_r1", "tensorrt_llm"]) == "deepseek_r1"
+    assert smoke.entry(["tensorrt_llm"]) == "tensorrt_llm"
     with pytest.raises(ConfigError, match="a, b"):
         smoke.entry(["a", "b"])
 

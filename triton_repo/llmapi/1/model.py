@@ -177,12 +177,14 @@ class Metrics:
     """Gauge and counter of this model; both do nothing where the server's metrics are switched off."""
 
     def __init__(self, model: str) -> None:
+        self._families: list[Any] = []  # Guard: a metric dies with its family
         self.running = self._metric("llm_requests_running", "Requests running or waiting", "GAUGE", model)
         self.tokens = self._metric("llm_generated_tokens", "Tokens generated since the start", "COUNTER", model)
 
     def _metric(self, name: str, text: str, kind: str, model: str) -> Any:
         try:
             family = pb_utils.MetricFamily(name=name, description=text, kind=getattr(pb_utils.MetricFamily, kind))
+            self._families.append(family)
             return family.Metric(labels={"model": model})
         except pb_utils.TritonModelException as error:
             pb_utils.Logger.log_info(f"custom metrics are off: {error}")

@@ -1,0 +1,242 @@
+"""Each layout's generated repository on the real tritonserver, its engine replaced by a TEST DOUBLE (tests/_utils/fake_*.py).
+
+What is proven is the contract with Triton and with clients: tensors, streams, refusals, queues, cancellation. Not proven:
+TensorRT-LLM and vLLM themselves. The server is 2.51 (24.10), the oldest that is written for; one serves all tests of a layout.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.core.errors import MissingToolError
+from pipeline.core.stage import StageContext
+from pipeline.triton import releases, server, smoke
+from pipeline.triton.client import Client, TritonError
+from tests._utils import serving
+
+try:
+    server.find_server(serving.serve_config().serve)
+except MissingToolError as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+SLOTS, MAX_QUEUE, STEP = 4, 3, 0.004
+CONFIG = serving.serve_config(
+    max_queue=MAX_QUEUE, smoke_prompt="The 你好🙂 text comes again\n", smoke_tokens=40, smoke_requests=4, ready_timeout=20.0
+)
+NAME = "fake_r1"
+ROOM = 1024
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A repository that is served, and what its models are called."""
+
+    name: str
+    running: server.Server
+    client: Client
+    engine: str
+    """The model whose metrics count requests."""
+
+    def busy(self) -> float:
+        metrics = self.running.endpoint.metrics(self.engine)
+        return metrics.get("llm_requests_running", metrics.get("vllm:num_requests_running", -1.0))
+
+
+def generate_repository(layout: str, folder: Path) -> Path:
+    """What `package` writes for the oldest release, with the double of the engine beside the model."""
+    engine = serving.write_fake_bundle(folder / "engine", max_batch_size=SLOTS, max_seq_len=2 * ROOM)
+    (folder / "package" / "repository").mkdir(parents=True)
+    ctx = StageContext(
+        config=CONFIG, inputs={"engine": engine}, checkpoint=None, out=folder / "package", progress=serving.Quiet()
+    )
+    import_module(f"pipeline.triton.layouts.{layout}").layout(ctx, releases.releases()[0])
+    for code in (folder / "package" / "repository").glob("*/1/sampling.py"):
+        serving.add_tensorrt_llm(code.parent)
+    return folder / "package" / "repository"
+
+
+@pytest.fixture(scope="module", params=["llmapi", "bls"])
+def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layout]:
+    repository = generate_repository(request.param, tmp_path_factory.mktemp(request.param))
+    before = set(repository.rglob("*"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAKE_STEP", str(STEP))
+        with server.start(CONFIG.serve, repository) as started, Client(started.endpoint, NAME, timeout=20) as client:
+            yield Layout(request.param, started, client, "tensorrt_llm" if request.param == "bls" else NAME)
+            assert started.process.poll() is None, started.log.read_text()[-3000:]
+    assert set(repository.rglob("*")) == before, "serving wrote into the packaged repository"
+
+
+def wait(condition: Callable[[], bool], seconds: float = 5.0) -> float:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds, "it did not come true in time"
+        time.sleep(0.01)
+    return time.monotonic() - begin
+
+
+def streamed(client: Client, prompt: str, **options: Any) -> list[str]:
+    with client.stream(prompt, **options) as stream:
+        return [chunk.text for chunk in stream if chunk.text]
+
+
+def test_the_smoke_suite_holds_and_leaves_nothing_out(layout: Layout) -> None:
+    lines: list[str] = []
+    report = smoke.smoke(layout.running.endpoint, NAME, CONFIG, lines.append)
+    assert [check for check in report["checks"] if check["passed"] is not True] == [], "\n".join(lines)
+    assert report["performance"]["tokens"] == 4 * 40
+
+
+def test_the_index_is_the_expected_set(layout: Layout) -> None:
+    expected = {"llmapi": {NAME}, "bls": {NAME, "tensorrt_llm"}, "vllm": {NAME}}[layout.name]
+    assert layout.running.endpoint.index() == dict.fromkeys(expected, "READY")
+    assert smoke.entry(list(layout.running.models)) == NAME
+
+
+def test_chunks_are_many_come_in_time_and_add_up(layout: Layout) -> None:
+    with layout.client.stream("abc\n", max_tokens=30) as stream:
+        chunks = [chunk for chunk in stream if chunk.text]
+    assert "".join(chunk.text for chunk in chunks) == layout.client.generate("abc\n", max_tokens=30) == "abc" * 10
+    assert len(chunks) == 30
+    assert chunks[-1].seconds - chunks[0].seconds > 20 * STEP
+
+
+def test_characters_of_several_tokens_come_whole(layout: Layout) -> None:
+    pieces = streamed(layout.client, "你🙂好\n", max_tokens=20)
+    assert pieces == ["你", "🙂", "好", "你", "🙂", "好"], "20 bytes are twice 3 + 4 + 3"
+
+
+def test_stop_words_end_the_text_and_no_part_of_them_is_streamed(layout: Layout) -> None:
+    options = {"max_tokens": 100, "stop_words": ["ghia", "好"]}
+    assert layout.client.generate("abcdefghi\n", **options) == "abcdef"
+    assert "".join(streamed(layout.client, "abcdefghi\n", **options)) == "abcdef"
+
+
+def test_eos_and_max_tokens_end_the_text(layout: Layout) -> None:
+    assert layout.client.generate("ab\x04\n", max_tokens=8) == "ab"
+    assert layout.client.generate("ab\n", max_tokens=5) == "ababa"
+
+
+def test_tokens_are_counted(layout: Layout) -> None:
+    with layout.client.stream("ab🙂\n", max_tokens=9, count_tokens=True) as stream:
+        assert "".join(chunk.text for chunk in stream).startswith("ab🙂a")
+    assert stream.tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1.0, "max_tokens": 2}, "temperature"),
+        ({"top_p": 1.5, "max_tokens": 2}, "top_p"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name(layout: Layout, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(TritonError, match=says):
+        layout.client.generate("ab", **options)
+    with pytest.raises(TritonError, match=says):
+        streamed(layout.client, "ab", **options)
+
+
+def test_a_failure_of_the_engine_reaches_the_client_and_the_next_request_works(layout: Layout) -> None:
+    for ask in (layout.client.generate, lambda *prompt, **options: streamed(layout.client, *prompt, **options)):
+        with pytest.raises(TritonError, match="the engine failed"):
+            ask("boom", max_tokens=4)
+    assert layout.client.generate("ab", max_tokens=2) == "ba"
+
+
+def test_an_error_inside_a_good_answer_is_an_error(layout: Layout) -> None:
+    with pytest.raises(TritonError, match="exactly 1 response") as caught:
+        layout.client.generate("abc\n", max_tokens=5, stream=True)
+    assert caught.value.status == 200
+
+
+def test_requests_run_side_by_side(layout: Layout) -> None:
+    begin = time.monotonic()
+    alone = layout.client.generate("slowabcd", max_tokens=30)
+    one = time.monotonic() - begin
+    with ThreadPoolExecutor(SLOTS) as pool:
+        begin = time.monotonic()
+        together = list(pool.map(lambda _: layout.client.generate("slowabcd", max_tokens=30), range(SLOTS)))
+    assert together == [alone] * SLOTS
+    assert time.monotonic() - begin < 2 * one, "they waited for one another"
+
+
+def test_a_client_that_leaves_frees_its_slot(layout: Layout) -> None:
+    with layout.client.stream("abc\n", max_tokens=ROOM) as stream:
+        next(stream)
+        wait(lambda: layout.busy() == 1)
+    assert wait(lambda: layout.busy() == 0) < 1
+
+
+def test_an_http_client_that_vanishes_frees_its_slot(layout: Layout) -> None:
+    at = layout.running.endpoint
+    body = json.dumps(layout.client.body("abc\n", max_tokens=ROOM, stream=True)).encode()
+    with socket.create_connection(("127.0.0.1", at.http_port)) as connection:
+        head = f"POST /v2/models/{NAME}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        assert b"200 OK" in connection.recv(4096)
+        wait(lambda: layout.busy() == 1)
+    assert wait(lambda: layout.busy() == 0) < 1
+
+
+def test_a_deadline_bounds_a_stream_and_frees_its_slot(layout: Layout) -> None:
+    with Client(layout.running.endpoint, NAME, timeout=0.3) as hasty, pytest.raises(TritonError, match="DEADLINE_EXCEEDED"):
+        streamed(hasty, "abc\n", max_tokens=ROOM)
+    wait(lambda: layout.busy() == 0)
+
+
+def test_more_than_slots_and_queue_is_refused(layout: Layout) -> None:
+    def one(_: int) -> str:
+        try:
+            return layout.client.generate("abc\n", max_tokens=90)
+        except TritonError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(SLOTS + MAX_QUEUE + 4) as pool:
+        answers = list(pool.map(one, range(SLOTS + MAX_QUEUE + 4)))
+    assert answers.count("abc" * 30) == SLOTS + MAX_QUEUE
+    assert sum("try again later, or raise serve.max_queue" in answer for answer in answers) == 4
+
+
+def test_the_openai_frontend_of_triton_is_answered_as_it_asks(layout: Layout) -> None:
+    """Tensors as its request converters send them: with a batch dimension, and always the counts."""
+    if layout.name == "llmapi":
+        with pytest.raises(TritonError, match="unexpected inference input"):
+            layout.client.infer({"text_input": "abc\n", "stream": False, "max_tokens": 4})
+        return
+    openai = {"text_input": "abc\n", "stream": True, "return_num_input_tokens": True, "return_num_output_tokens": True}
+    openai |= {"exclude_input_in_output": True, "max_tokens": 6, "stop_words": ["bca"], "top_p": 1.0, "temperature": 1.0, "seed": 5}
+    openai |= {"frequency_penalty": 0.5, "presence_penalty": 0.5}
+    assert "".join(layout.client.infer(openai)) == "a"
+    assert layout.client.infer(openai | {"stream": False}) == ["a"], "one response, as its validation wants"
+
+
+def test_a_stub_that_died_is_told_from_a_healthy_model(layout: Layout) -> None:
+    """Last of all: nothing of this layout works afterwards, and Triton still says that it is ready."""
+    with Client(layout.running.endpoint, NAME, timeout=1) as client, pytest.raises(TritonError):
+        client.generate("die", max_tokens=2)
+    assert layout.running.endpoint.ready(), "readiness lies: this is why smoke asks for text"
+    lines: list[str] = []
+    report = smoke.smoke(layout.running.endpoint, NAME, CONFIG, lines.append)
+    failed = {check["name"]: check["detail"] for check in report["checks"] if check["passed"] is False}
+    assert "not healthy" in failed["generate"], lines
+    assert "performance" not in report
+
+
+def test_without_tensorrt_llm_the_server_does_not_start_and_says_why(tmp_path: Path) -> None:
+    repository = generate_repository("llmapi", tmp_path)
+    shutil.rmtree(repository / NAME / "1" / "tensorrt_llm")
+    with pytest.raises(server.StageError, match="tensorrt_llm cannot be imported"), server.start(CONFIG.serve, repository):
+        pass
