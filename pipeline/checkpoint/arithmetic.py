@@ -64,11 +64,11 @@ class Arithmetic:
     device: str = "cpu"
 
     def measure(self, part: Part, stored: Mapping[str, Array]) -> None:
-        """Find the part's largest magnitude; NaN and infinity are refused by name."""
+        """Find the part's largest magnitude; NaN and infinity are refused by name, here or by `convert`."""
         step, item = part.step, part.step.entry.format
-        exact = step.needs_amax and self.recipe.exact(step.target)
+        exact, quick = step.needs_amax and self.recipe.exact(step.target), fast.sees_nan(item, step.target)
         for rows, tensors in _strips(part, stored, MEASURED_ELEMENTS):
-            amax = self._kernels(step).amax(item, tensors, exact=exact)
+            amax = self._kernels(step).amax(item, tensors, exact=exact, quick=quick)
             if not isfinite(np.float32(amax).astype(BF16)):
                 refuse(not_finite(step.entry))
             if step.needs_amax:
@@ -113,7 +113,10 @@ class Arithmetic:
         if len(step.outputs) == 1 and step.outputs[0][1] == "F32":
             return {"weight": step.entry.format.dequantize(tensors)}
         options = {"amax": amax, "input_scale": recipe.input_scale, "exact": recipe.exact(target)}
-        return self._kernels(step).requantize(step.entry.format, tensors, target, **options, out=out)
+        try:
+            return self._kernels(step).requantize(step.entry.format, tensors, target, **options, out=out)
+        except fast.NotFiniteError:
+            refuse(not_finite(step.entry))
 
     def _kernels(self, step: Step) -> ModuleType:
         """The module that computes it, with the same bytes: `fast`, or `on_gpu` for what that takes, if asked for."""

@@ -7,6 +7,7 @@ ordinary calls with the same buffers; small files do too, because they are likel
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -25,8 +26,12 @@ def aligned(count: int) -> int:
 
 
 def allocate(size: int) -> memoryview:
-    """Aligned memory; pages that are never touched cost nothing."""
-    return memoryview(mmap.mmap(-1, aligned(max(1, size))))
+    """Aligned memory, in huge pages where the system has some to give; pages that are never touched cost nothing."""
+    memory = mmap.mmap(-1, aligned(max(1, size)))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def open_direct(path: Path, flags: int) -> tuple[int, bool]:

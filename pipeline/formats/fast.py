@@ -27,11 +27,20 @@ from pipeline.formats.nvfp4 import Nvfp4
 from pipeline.formats.nvfp4_search import REACH, last_code, unit_scale
 from pipeline.formats.row_errors import RowErrors, row_errors
 
-__all__ = ["amax", "errors", "filled", "requantize"]
+__all__ = ["NotFiniteError", "amax", "errors", "filled", "requantize", "sees_nan"]
 
 Tensors = Mapping[str, Array]
 Outputs = dict[str, Array]
 _FLOATS = {BF16: "bf16", np.dtype(np.float16): "f16", np.dtype(np.float32): "f32"}
+
+
+class NotFiniteError(ValueError):
+    """A weight is NaN."""
+
+
+def sees_nan(source: Format, target: Format) -> bool:
+    """Whether `requantize` refuses NaN itself, so that a quick `amax` is enough: from FP8 blocks to NVFP4."""
+    return isinstance(source, Fp8Block) and isinstance(target, Nvfp4)
 
 
 def requantize(
@@ -47,6 +56,9 @@ def requantize(
     """From one format to another, by way of BF16 unless `exact`; `amax` is that of all layers fused with this one.
 
     `out` may give arrays to fill, by suffix, for any of the target's tensors; the result then holds these arrays.
+
+    Raises:
+        NotFiniteError: if a weight is NaN, where it `sees_nan`.
     """
     call = Call(target, amax, input_scale, exact, out or {})
     kernels, stored = native.kernels(), describe(source, tensors)
@@ -55,15 +67,20 @@ def requantize(
         if made is not None:
             return made
     weight = source.dequantize(tensors)
+    if sees_nan(source, target) and np.isnan(weight).any():
+        raise NotFiniteError
     made = target.quantize(weight if exact else weight.astype(BF16), amax=amax, input_scale=input_scale)
     return filled(call.out, made)
 
 
-def amax(source: Format, tensors: Tensors, *, exact: bool = False) -> float:
-    """Largest magnitude of the weight, rounded to BF16 unless `exact`; NaN if any element is."""
+def amax(source: Format, tensors: Tensors, *, exact: bool = False, quick: bool = False) -> float:
+    """Largest magnitude of the weight, rounded to BF16 unless `exact`; NaN if any element is.
+
+    `quick` may pass over FP8 blocks whose scale allows no larger magnitude, and so over a NaN in them.
+    """
     kernels, stored = native.kernels(), describe(source, tensors)
     if kernels is not None and stored is not None:
-        return float(kernels.amax(stored, exact))
+        return float(kernels.amax(stored, exact, quick))
     return amax_of(source.dequantize(tensors)) if exact else source.amax(tensors)
 
 
@@ -219,7 +236,8 @@ def _nvfp4(kernels: Any, stored: Any, call: Call, n: int, k: int) -> Outputs:
         scale_2, group=target.group_size, exact=call.exact, search=target.search if call.amax else "amax", amax=call.amax,
         unit=unit_scale(target.largest), reach=REACH.get(target.search, 0), last_code=last_code(target.largest),
     )  # fmt: skip
-    kernels.nvfp4(stored, how, made["weight"], made["weight_scale"])
+    if not kernels.nvfp4(stored, how, made["weight"], made["weight_scale"]):
+        raise NotFiniteError
     rest = {"weight_scale_2": np.array(scale_2)}
     if target.static_input:
         rest["input_scale"] = np.array(call.input_scale, np.float32)

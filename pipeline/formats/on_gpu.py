@@ -31,8 +31,8 @@ def takes(source: Format, target: Format) -> bool:
     return (target.group_size, target.largest, target.search) == (NVFP4.group_size, NVFP4.largest, "amax")
 
 
-def amax(source: Format, tensors: Mapping[str, Array], *, exact: bool = False) -> float:
-    """See `fast.amax`, which computes it here if `exact`: the op rounds to BF16."""
+def amax(source: Format, tensors: Mapping[str, Array], *, exact: bool = False, quick: bool = False) -> float:
+    """See `fast.amax`, which computes it here if `exact`: the op rounds to BF16. It looks at every block."""
     if exact:
         return fast.amax(source, tensors, exact=True)
     from plugins.nvfp4_convert.op import fp8_block_amax

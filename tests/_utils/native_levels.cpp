@@ -30,8 +30,8 @@ void convert(const Kernels& level, const Tensor& source, bool blocks) {
     std::vector<uint8_t> weight(size), scales(size / 16);
     std::vector<uint16_t> wide(size);
     std::vector<float> floats(size / 16);
-    const float top = level.amax(source, false);
-    show("amax", std::vector<float>{top, level.amax(source, true)});
+    const float top = level.amax(source, false, false);
+    show("amax", std::vector<float>{top, level.amax(source, true, false), level.amax(source, false, true)});
     for (int group : {16, 32}) {
         for (Search search : {Search::amax, Search::four_over_six, Search::least_error}) {
             for (bool exact : {false, true}) {

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from pipeline import native
 from pipeline.config.schema import VerifyConfig
 from pipeline.core.errors import ConfigError
 from pipeline.formats import Format, get_format
-from pipeline.formats.fast import amax, errors, requantize
+from pipeline.formats.fast import NotFiniteError, amax, errors, requantize, sees_nan
 from pipeline.formats.numerics import BF16, E4M3
 from pipeline.formats.nvfp4 import Nvfp4
 from pipeline.formats.nvfp4_search import SEARCHES
@@ -175,7 +177,7 @@ def test_strips_threads_and_given_buffers_change_nothing(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("poison", ["nan codes", "nan scale", "infinite scale", "negative scale", "no groups"])
 def test_what_other_checks_refuse_does_no_harm(monkeypatch: pytest.MonkeyPatch, level: str, poison: str) -> None:
-    """NaN and infinity are refused by name before they are converted; here they must end in NaN, and never in a crash."""
+    """NaN and infinity are refused here or before they are converted; they must end in NaN at the worst, never in a crash."""
     monkeypatch.setenv(native.VARIABLE, level)
     source, stored = get_format("fp8_block"), fp8_block("grid", (130, 256))
     if poison == "nan codes":
@@ -187,9 +189,43 @@ def test_what_other_checks_refuse_does_no_harm(monkeypatch: pytest.MonkeyPatch, 
         return
     bad = {"nan scale": np.nan, "infinite scale": np.inf, "negative scale": -1}.get(poison, 1)
     stored["weight_scale_inv"][0, 0] *= np.float32(bad)
+    harmless = poison == "negative scale"
     with np.errstate(all="ignore"):
-        assert np.isfinite(amax(source, stored)) == (poison == "negative scale")
+        assert np.isfinite(amax(source, stored)) == harmless
         for target in targets((130, 256)):
+            refused = sees_nan(source, target) and not harmless
+            with pytest.raises(NotFiniteError) if refused else nullcontext():
+                requantize(source, stored, target, amax=1.0, input_scale=1.0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_a_quick_amax_is_the_amax(monkeypatch: pytest.MonkeyPatch, level: str, kind: str) -> None:
+    monkeypatch.setenv(native.VARIABLE, level)
+    source = get_format("fp8_block")
+    for seed, shape in enumerate([(576, 416), (1, 1), (130, 384), (640, 640), (128, 1024)]):
+        stored = fp8_block(kind, shape, seed)
+        if seed % 2:  # the largest scale's block may then not hold the largest magnitude
+            stored["weight"].view(np.uint8)[:128, :128] &= 0x8F
+        for exact in (False, True):
+            assert amax(source, stored, exact=exact, quick=True) == amax(source, stored, exact=exact)
+
+
+@needs_kernels
+@pytest.mark.parametrize("level", ["off", *LEVELS])
+@pytest.mark.parametrize("place", [(0, 0), (129, 255), (300, 17)])
+def test_nan_is_refused_in_blocks_that_a_quick_amax_passes_over(
+    monkeypatch: pytest.MonkeyPatch, level: str, place: tuple[int, int]
+) -> None:
+    monkeypatch.setenv(native.VARIABLE, level)
+    source, stored = get_format("fp8_block"), fp8_block("normal", (384, 512))
+    stored["weight_scale_inv"][2, 3] *= 100
+    stored["weight"].view(np.uint8)[place] = 0x7F
+    if level != "off":
+        assert np.isfinite(amax(source, stored, quick=True))
+    for target in filter(partial(sees_nan, source), targets((384, 512))):
+        with pytest.raises(NotFiniteError):
             requantize(source, stored, target, amax=1.0, input_scale=1.0)
 
 

@@ -44,15 +44,17 @@ struct RowErrors {
 
 struct Kernels {
     const char* name;
-    // Largest magnitude, each value rounded to BF16 unless exact; NaN if any is.
-    float (*amax)(const Tensor&, bool exact);
+    // Largest magnitude, each value rounded to BF16 unless exact; NaN if any is. `quick` passes over FP8 blocks whose scale
+    // does not allow a larger one, and so over their NaNs.
+    float (*amax)(const Tensor&, bool exact, bool quick);
     void (*bf16)(const Tensor&, uint16_t* weight);
     void (*fp8)(const Tensor&, float scale, uint8_t* weight);
     void (*fp8_channel)(const Tensor&, uint8_t* weight, float* scale);
     void (*mxfp8)(const Tensor&, uint8_t* weight, uint8_t* scale);
     void (*mxfp4)(const Tensor&, uint8_t* weight, uint8_t* scale);
     void (*int4)(const Tensor&, uint8_t* weight, float* scale);
-    void (*nvfp4)(const Tensor&, const Nvfp4&, uint8_t* weight, uint8_t* scale);
+    // False if a code of FP8 blocks is NaN; of other sources NaN is not looked for.
+    bool (*nvfp4)(const Tensor&, const Nvfp4&, uint8_t* weight, uint8_t* scale);
     void (*errors)(const Tensor& wanted, const Tensor& got, double limit, const RowErrors&);
 };
 

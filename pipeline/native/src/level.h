@@ -8,7 +8,9 @@ namespace {
 
 inline bool in_blocks(const Tensor& t) { return t.layout == Layout::fp8_block; }
 
-float amax(const Tensor& t, bool exact) { return in_blocks(t) ? tiles_amax(t, exact) : rows_amax(t, exact); }
+float amax(const Tensor& t, bool exact, bool quick) {
+    return in_blocks(t) ? tiles_amax(t, exact, quick) : rows_amax(t, exact);
+}
 
 void fp8(const Tensor& t, float scale, uint8_t* weight) {
     in_blocks(t) ? tiles_to_fp8(t, scale, weight) : rows_to_fp8(t, scale, weight);
@@ -23,12 +25,14 @@ void mxfp4(const Tensor& t, uint8_t* weight, uint8_t* scale) {
 }
 
 template <int G>
-void nvfp4_by(const Tensor& t, const native::Nvfp4& p, uint8_t* weight, uint8_t* scale) {
-    in_blocks(t) ? tiles_to_nvfp4<G>(t, p, weight, scale) : rows_to_nvfp4<G>(t, p, weight, scale);
+bool nvfp4_by(const Tensor& t, const native::Nvfp4& p, uint8_t* weight, uint8_t* scale) {
+    if (in_blocks(t)) return tiles_to_nvfp4<G>(t, p, weight, scale);
+    rows_to_nvfp4<G>(t, p, weight, scale);
+    return true;
 }
 
-void nvfp4(const Tensor& t, const native::Nvfp4& p, uint8_t* weight, uint8_t* scale) {
-    p.group == 16 ? nvfp4_by<16>(t, p, weight, scale) : nvfp4_by<32>(t, p, weight, scale);
+bool nvfp4(const Tensor& t, const native::Nvfp4& p, uint8_t* weight, uint8_t* scale) {
+    return p.group == 16 ? nvfp4_by<16>(t, p, weight, scale) : nvfp4_by<32>(t, p, weight, scale);
 }
 
 }  // namespace

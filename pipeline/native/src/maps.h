@@ -4,8 +4,8 @@
 // codes (without the sign) is the order of values. A target with eight magnitudes is then a map from 127 codes to
 // levels, made once for each scale that the target uses in the tile.
 //
-// Each simd_*.h offers: tops16, map_bytes, map_nibbles, `Levels` with make_levels, to decode e4m3_values and
-// e2m1_values, and to search table_sum.
+// Each simd_*.h offers: tops16, bytes_among, map_bytes, map_nibbles, `Levels` with make_levels, to decode e4m3_values
+// and e2m1_values, and to search table_sum.
 #pragma once
 
 #include "thresholds.h"
@@ -35,6 +35,19 @@ inline CodeValues code_values(float scale, bool exact) {
         for (int m = 0; m < kCodes; ++m) v.real[m] = from_bf16(v.bf16[m]);
     }
     return v;
+}
+
+// Which values occur among bytes.
+struct ByteSet {
+    uint64_t bits[4];
+};
+
+inline ByteSet plain_bytes_among(const uint8_t* bytes, int count) {
+    uint8_t seen[256] = {};
+    for (int i = 0; i < count; ++i) seen[bytes[i]] = 1;
+    ByteSet found = {};
+    for (int b = 0; b < 256; ++b) found.bits[b / 64] |= static_cast<uint64_t>(seen[b]) << b % 64;
+    return found;
 }
 
 // The nibble of a zero is 0; MXFP4 gives it the sign bit.

@@ -113,8 +113,8 @@ auto unlocked(Call call) {
 struct Level {
     const Kernels* kernels;
 
-    float amax(const Stored& s, bool exact) const {
-        return unlocked([&] { return kernels->amax(s.tensor, exact); });
+    float amax(const Stored& s, bool exact, bool quick) const {
+        return unlocked([&] { return kernels->amax(s.tensor, exact, quick); });
     }
 
     void bf16(const Stored& s, py::array weight) const {
@@ -155,14 +155,14 @@ struct Level {
         unlocked([&] { kernels->int4(s.tensor, out, scales); });
     }
 
-    void nvfp4(const Stored& s, const Nvfp4& how, py::array weight, py::array scale) const {
+    bool nvfp4(const Stored& s, const Nvfp4& how, py::array weight, py::array scale) const {
         if (how.group != 16 && how.group != 32) refuse("native kernels: NVFP4 groups hold 16 or 32");
         require_groups(s.tensor, how.group);
         const bool kept = s.tensor.layout == Layout::fp8_block || s.tensor.layout == Layout::bf16;
         if (how.exact && !kept) refuse("native kernels: exact NVFP4 is made from FP8 blocks or BF16 only");
         auto* out = output<uint8_t>(weight, "weight", s.tensor.n * s.tensor.k / 2);
         auto* scales = output<uint8_t>(scale, "weight_scale", s.tensor.n * s.tensor.k / how.group);
-        unlocked([&] { kernels->nvfp4(s.tensor, how, out, scales); });
+        return unlocked([&] { return kernels->nvfp4(s.tensor, how, out, scales); });
     }
 
     void errors(const Stored& wanted, const Stored& got, double limit, py::array signal, py::array noise, py::array max_abs,
@@ -210,7 +210,7 @@ PYBIND11_MODULE(_kernels, m) {
     const auto out = [](const char* name) { return py::arg(name).noconvert(); };
     py::class_<Level>(m, "Level")
         .def_property_readonly("name", [](const Level& level) { return level.kernels->name; })
-        .def("amax", &Level::amax, py::arg("source"), py::arg("exact"))
+        .def("amax", &Level::amax, py::arg("source"), py::arg("exact"), py::arg("quick") = false)
         .def("bf16", &Level::bf16, py::arg("source"), out("weight"))
         .def("fp8", &Level::fp8, py::arg("source"), py::arg("scale"), out("weight"))
         .def("fp8_channel", &Level::fp8_channel, py::arg("source"), out("weight"), out("scale"))

@@ -29,7 +29,7 @@ inline void make_levels(const CodeValues& v, const Thresholds& t, Zero, Levels& 
     count_codes(v.bf16, at, levels);
 }
 
-inline void tops16(const uint8_t* codes, uint8_t* tops) {
+inline void row_tops16(const uint8_t* codes, uint8_t* tops) {
     const __m256i mask = _mm256_set1_epi8(0x7f);
     __m256i c[4];
     for (int j = 0; j < 4; ++j) {
@@ -44,6 +44,12 @@ inline void tops16(const uint8_t* codes, uint8_t* tops) {
     const __m128i even = _mm256_castsi256_si128(t), odd = _mm256_extracti128_si256(t, 1);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(tops), _mm_unpacklo_epi8(even, odd));
 }
+
+inline void tops16(const uint8_t* codes, int rows, uint8_t* tops) {
+    for (int r = 0; r < rows; ++r) row_tops16(codes + r * kCodes, tops + r * 8);
+}
+
+inline ByteSet bytes_among(const uint8_t* bytes, int count, int) { return plain_bytes_among(bytes, count); }
 
 // 32 codes through one map: eight lookups, each of which gives 0 outside its own 16 codes.
 inline __m256i look_up(__m256i magnitudes, const Map& map) {

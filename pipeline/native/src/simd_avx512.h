@@ -11,17 +11,47 @@ inline void make_levels(const CodeValues& v, const Thresholds& t, Zero zero, Lev
     make_level_map(v, t, zero, levels);
 }
 
-inline void tops16(const uint8_t* codes, uint8_t* tops) {
+// Maxima of the halves of a's and b's 128-bit lanes, interleaved: by 8, 16, 32, 64 bits in turn, 16 vectors become one
+// whose bytes are the maxima of their 64 lanes.
+#define FOLD(bits) \
+    inline __m512i fold##bits(__m512i a, __m512i b) { \
+        return _mm512_max_epu8(_mm512_unpacklo_epi##bits(a, b), _mm512_unpackhi_epi##bits(a, b)); \
+    }
+FOLD(8) FOLD(16) FOLD(32) FOLD(64)
+#undef FOLD
+
+inline __m512i fold_row(const uint8_t* codes) {
     const __m512i mask = _mm512_set1_epi8(0x7f);
     const __m512i a = _mm512_and_si512(_mm512_loadu_si512(codes), mask);
     const __m512i b = _mm512_and_si512(_mm512_loadu_si512(codes + 64), mask);
-    // In each 128-bit lane: bytes alternate between a's group and b's; then fold the lane onto its first two bytes.
-    __m512i t = _mm512_max_epu8(_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b));
-    t = _mm512_max_epu8(t, _mm512_bsrli_epi128(t, 8));
-    t = _mm512_max_epu8(t, _mm512_bsrli_epi128(t, 4));
-    t = _mm512_max_epu8(t, _mm512_bsrli_epi128(t, 2));
-    const __m512i pick = _mm512_castsi128_si512(_mm_cvtsi64_si128(0x3121110130201000));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(tops), _mm512_castsi512_si128(_mm512_permutexvar_epi8(pick, t)));
+    return fold8(a, b);
+}
+
+inline __m512i fold_rows(const uint8_t* codes) {
+    const __m512i a = fold16(fold_row(codes), fold_row(codes + kCodes));
+    return fold32(a, fold16(fold_row(codes + 2 * kCodes), fold_row(codes + 3 * kCodes)));
+}
+
+// Eight rows at a time. Byte i of lane l is then that of row i / 2, and of group l, or 4 + l for odd i.
+inline void tops16(const uint8_t* codes, int rows, uint8_t* tops) {
+    alignas(64) uint8_t order[64];
+    for (int i = 0; i < 64; ++i) order[i] = static_cast<uint8_t>(16 * (i % 4) + i / 8 * 2 + i % 8 / 4);
+    for (int r = 0; r < rows; r += 8) {
+        const __m512i t = fold64(fold_rows(codes + r * kCodes), fold_rows(codes + (r + 4) * kCodes));
+        _mm512_store_si512(tops + r * 8, _mm512_permutexvar_epi8(_mm512_load_si512(order), t));
+    }
+}
+
+inline ByteSet bytes_among(const uint8_t* bytes, int count, int limit) {
+    if (count % 8 || limit > 128) return plain_bytes_among(bytes, count);
+    const __m512i one = _mm512_set1_epi64(1), half = _mm512_set1_epi64(64);
+    __m512i low = _mm512_setzero_si512(), high = low;
+    for (int i = 0; i < count; i += 8) {  // a shift beyond 63, or below 0, leaves nothing
+        const __m512i b = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes + i)));
+        low = _mm512_or_si512(low, _mm512_sllv_epi64(one, b));
+        high = _mm512_or_si512(high, _mm512_sllv_epi64(one, _mm512_sub_epi64(b, half)));
+    }
+    return {{static_cast<uint64_t>(_mm512_reduce_or_epi64(low)), static_cast<uint64_t>(_mm512_reduce_or_epi64(high)), 0, 0}};
 }
 
 // 64 codes, of which group g goes through maps[keys[g]].

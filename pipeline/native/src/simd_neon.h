@@ -13,10 +13,12 @@ inline void make_levels(const CodeValues& v, const Thresholds& t, Zero zero, Lev
     make_level_map(v, t, zero, levels);
 }
 
-inline void tops16(const uint8_t* codes, uint8_t* tops) {
+inline void tops16(const uint8_t* codes, int rows, uint8_t* tops) {
     const uint8x16_t mask = vdupq_n_u8(0x7f);
-    for (int g = 0; g < 8; ++g) tops[g] = vmaxvq_u8(vandq_u8(vld1q_u8(codes + 16 * g), mask));
+    for (int g = 0; g < 8 * rows; ++g) tops[g] = vmaxvq_u8(vandq_u8(vld1q_u8(codes + 16 * g), mask));
 }
+
+inline ByteSet bytes_among(const uint8_t* bytes, int count, int) { return plain_bytes_among(bytes, count); }
 
 // An index beyond a table gives 0 (tbl) or keeps what is there (tbx).
 inline uint8x16_t look_up(uint8x16_t magnitudes, const Map& map) {

@@ -11,9 +11,9 @@ inline void make_levels(const CodeValues& v, const Thresholds& t, Zero zero, Lev
     make_level_map(v, t, zero, levels);
 }
 
-// Largest magnitude code of each 16 of 128 codes.
-inline void tops16(const uint8_t* codes, uint8_t* tops) {
-    for (int g = 0; g < 8; ++g) {
+// Largest magnitude code of each 16 codes, of rows of 128; for each row of a group of eight, of which fewer may count.
+inline void tops16(const uint8_t* codes, int rows, uint8_t* tops) {
+    for (int g = 0; g < 8 * rows; ++g) {
         uint8_t top = 0;
         for (int i = 0; i < 16; ++i) {
             const uint8_t m = codes[16 * g + i] & 0x7f;
@@ -22,6 +22,9 @@ inline void tops16(const uint8_t* codes, uint8_t* tops) {
         tops[g] = top;
     }
 }
+
+// Values that occur, all of which are below `limit`.
+inline ByteSet bytes_among(const uint8_t* bytes, int count, int) { return plain_bytes_among(bytes, count); }
 
 // 128 codes to 128 bytes; group g of G codes goes through maps[keys[g]].
 template <int G>

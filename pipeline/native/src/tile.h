@@ -33,7 +33,7 @@ inline void for_each_place(const Tensor& t, Visit visit) {
     }
 }
 
-// Copies a tile, and asks for the one to its right.
+// Copies a tile, and asks for the one to its right, all at once: spread over the work below it came too late.
 inline void fetch(const TilePlace& place, Tile& tile) {
     static_cast<TilePlace&>(tile) = place;
     for (int r = 0; r < place.rows; ++r) {
@@ -71,18 +71,19 @@ inline void put(uint8_t* out, int size, int full, Write write) {
     std::memcpy(out, buffer, static_cast<unsigned>(size));
 }
 
+inline uint8_t largest(const uint8_t* bytes, int count) {
+    uint8_t top = 0;
+    for (int i = 0; i < count; ++i) top = bytes[i] > top ? bytes[i] : top;
+    return top;
+}
+
 // Largest magnitude code of each group of G: [rows, 128 / G].
 template <int G>
 inline void group_tops(const Tile& tile, uint8_t* tops) {
-    for (int r = 0; r < tile.rows; ++r) {
-        uint8_t of16[8];
-        tops16(tile.local + r * kBlock, of16);
-        constexpr int fold = G / 16;
-        for (int g = 0; g < kBlock / G; ++g) {
-            uint8_t top = 0;
-            for (int i = 0; i < fold; ++i) top = of16[fold * g + i] > top ? of16[fold * g + i] : top;
-            tops[r * (kBlock / G) + g] = top;
-        }
+    alignas(64) uint8_t of16[kBlock * 8];
+    tops16(tile.local, tile.rows, G == 16 ? tops : of16);
+    if constexpr (G == 32) {
+        for (int i = 0; i < tile.rows * 4; ++i) tops[i] = of16[2 * i] > of16[2 * i + 1] ? of16[2 * i] : of16[2 * i + 1];
     }
 }
 
@@ -92,13 +93,12 @@ inline void keys_of(const uint8_t* tops, int count, const Map& map, uint8_t* key
     for (int i = 0; i < count; i += kCodes) map_bytes<kCodes>(tops + i, &map, &only, keys + i);
 }
 
-// Calls make(key) once for each key that occurs.
-template <class Make>
+// Calls make(key) once for each key that occurs, all of which are below Limit.
+template <int Limit, class Make>
 inline void for_each_key(const uint8_t* keys, int count, Make make) {
-    bool seen[256] = {};
-    for (int i = 0; i < count; ++i) seen[keys[i]] = true;
-    for (int key = 0; key < 256; ++key) {
-        if (seen[key]) make(static_cast<uint8_t>(key));
+    const ByteSet found = bytes_among(keys, count, Limit);
+    for (int w = 0; w < 4; ++w) {
+        for (uint64_t left = found.bits[w]; left; left &= left - 1) make(static_cast<uint8_t>(64 * w + __builtin_ctzll(left)));
     }
 }
 
@@ -193,24 +193,28 @@ private:
     Thresholds by_code_[kCodes];
 };
 
+// Returns whether no code is NaN.
 template <int G>
-void tiles_to_nvfp4(const Tensor& t, const native::Nvfp4& p, uint8_t* weight, uint8_t* scale) {
+bool tiles_to_nvfp4(const Tensor& t, const native::Nvfp4& p, uint8_t* weight, uint8_t* scale) {
     ScaleThresholds thresholds(p.scale_2);
+    bool numbers = true;
     for_each_tile(t, [&](const Tile& tile) {
         alignas(64) uint8_t tops[kBlock * kBlock / G], keys[kBlock * kBlock / G];
         const int count = tile.rows * (kBlock / G);
         const CodeValues values = code_values(tile.scale, p.exact);
         group_tops<G>(tile, tops);
+        numbers &= largest(tops, count) != kE4m3Nan;
         if (p.search == native::Search::amax) {
             keys_of(tops, count, key_map(values, [&](float top) { return amax_scale_code(top, p.scale_2); }), keys);
         } else {
             searched_keys<G>(tile, p, values, tops, keys);
         }
         Levels levels[kCodes];
-        for_each_key(keys, count, [&](uint8_t key) { make_levels(values, thresholds.of(key), Zero::plain, levels[key]); });
+        for_each_key<kCodes>(keys, count, [&](uint8_t key) { make_levels(values, thresholds.of(key), Zero::plain, levels[key]); });
         put_nibbles<G, Zero::plain>(tile, levels, keys, weight, t.k);
         put_scales<G>(tile, keys, scale, t.k);
     });
+    return numbers;
 }
 
 inline void tiles_to_mxfp4(const Tensor& t, uint8_t* weight, uint8_t* scale) {
@@ -220,7 +224,7 @@ inline void tiles_to_mxfp4(const Tensor& t, uint8_t* weight, uint8_t* scale) {
         group_tops<32>(tile, tops);
         keys_of(tops, tile.rows * 4, key_map(values, [](float top) { return to_e8m0(top / kE2m1Max); }), keys);
         Levels levels[256];
-        for_each_key(keys, tile.rows * 4, [&](uint8_t key) {
+        for_each_key<256>(keys, tile.rows * 4, [&](uint8_t key) {
             make_levels(values, power_thresholds(key), Zero::negative, levels[key]);
         });
         put_nibbles<32, Zero::negative>(tile, levels, keys, weight, t.k);
@@ -235,7 +239,7 @@ inline void tiles_to_mxfp8(const Tensor& t, uint8_t* weight, uint8_t* scale) {
         group_tops<32>(tile, tops);
         keys_of(tops, tile.rows * 4, key_map(values, [](float top) { return to_e8m0(top / kE4m3Max); }), keys);
         Map maps[256];
-        for_each_key(keys, tile.rows * 4, [&](uint8_t key) {
+        for_each_key<256>(keys, tile.rows * 4, [&](uint8_t key) {
             const float power = from_e8m0(254u - key);
             for (int m = 0; m < kCodes; ++m) maps[key].of[m] = to_e4m3(values.real[m] * power);
         });
@@ -254,21 +258,36 @@ inline void tiles_to_fp8(const Tensor& t, float scale, uint8_t* weight) {
     });
 }
 
-inline float tiles_amax(const Tensor& t, bool exact) {
-    uint32_t most = 0;  // as bits: magnitudes are ordered as their bits are, NaN on top
-    for_each_place(t, [&](const TilePlace& tile) {
-        alignas(64) uint8_t fold[kBlock] = {};
-        for (int r = 0; r < tile.rows; ++r) {
-            const uint8_t* codes = tile.codes + r * tile.stride;
-            for (int i = 0; i < tile.width; ++i) {
-                const uint8_t m = codes[i] & 0x7f;
-                fold[i] = m > fold[i] ? m : fold[i];
-            }
+// Largest magnitude code of a tile where it lies.
+inline uint8_t top_of(const TilePlace& tile) {
+    alignas(64) uint8_t fold[kBlock] = {};
+    for (int r = 0; r < tile.rows; ++r) {
+        const uint8_t* codes = tile.codes + r * tile.stride;
+        for (int i = 0; i < tile.width; ++i) {
+            const uint8_t m = codes[i] & 0x7f;
+            fold[i] = m > fold[i] ? m : fold[i];
         }
-        uint8_t top = 0;
-        for (int i = 0; i < kBlock; ++i) top = fold[i] > top ? fold[i] : top;
-        const uint32_t value = bits_of(magnitude(from_e4m3(top) * tile.scale));
+    }
+    return largest(fold, kBlock);
+}
+
+// A tile holds nothing beyond 448 times its scale, and one that was quantised to its own maximum holds just that: then the
+// tile of the largest scale is the only one to look at.
+inline float tiles_amax(const Tensor& t, bool exact, bool quick) {
+    uint32_t most = 0;  // as bits: magnitudes are ordered as their bits are, NaN on top
+    const auto look = [&](const TilePlace& tile) {
+        const uint32_t value = bits_of(magnitude(from_e4m3(top_of(tile)) * tile.scale));
         most = value > most ? value : most;
+    };
+    if (quick) {
+        TilePlace first{};
+        for_each_place(t, [&](const TilePlace& tile) {
+            if (!first.codes || bits_of(magnitude(tile.scale)) > bits_of(magnitude(first.scale))) first = tile;
+        });
+        if (first.codes) look(first);
+    }
+    for_each_place(t, [&](const TilePlace& tile) {
+        if (!quick || bits_of(magnitude(kE4m3Max * tile.scale)) > most) look(tile);
     });
     return exact ? float_of(most) : round_to_bf16(float_of(most));
 }
