@@ -1,13 +1,17 @@
 // BF16 activations to FP8 (E4M3, a float32 scale for each 1x128) and NVFP4 (E2M1, an E4M3 scale for each 1x16), and back.
 //
-// Memory-bound: a lane loads 16 bytes (8 values) UNROLL times before it uses any, whole warps side by side; 16 lanes share a
-// group of 128, 2 lanes a group of 16, and find its largest magnitude with shuffles. Compiled by NVRTC; UNROLL, THREADS.
+// Memory-bound: a lane loads 16 bytes (8 values, a "piece") UNROLL times before it uses any, whole warps side by side; 16 lanes
+// share a group of 128, 2 lanes a group of 16, and find its largest magnitude with shuffles. Codes and scales have row strides:
+// they may be parts of one packed row, which is what ranks send each other. Compiled by NVRTC: COLUMNS, UNROLL, THREADS.
 
 #include "../numerics.cuh"
 
 constexpr u32 LEAST_AMAX = 0x2F00;  // 2^-33 in BF16: groups of zeros must not divide by zero
+constexpr u32 ROW = COLUMNS / 8, QUADS = COLUMNS / 64;  // pieces of a row; words of four NVFP4 scales
 
-// The `COUNT` pieces of 8 values of this thread, zeros beyond the end.
+__device__ __forceinline__ u32 first_piece() { return blockIdx.x * (THREADS * UNROLL) + threadIdx.x; }
+
+// The pieces of this thread, zeros beyond the end.
 __device__ __forceinline__ void load(uint4 (&v)[UNROLL], const uint4* x, u32 first, u32 pieces) {
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
@@ -23,71 +27,74 @@ __device__ __forceinline__ u32 group_top(u32 top) {
   return top;
 }
 
-// x [pieces * 8] -> codes, scales[row * row_stride + group * group_stride]; `groups` of 128 a row
+// x [rows, COLUMNS] -> codes[row * code_stride + piece], scales[row * row_stride + group * group_stride]
 extern "C" __global__ void __launch_bounds__(THREADS)
-fp8_quantize(const uint4* __restrict__ x, uint2* __restrict__ codes, float* __restrict__ scales, u32 pieces, u32 groups,
+fp8_quantize(const uint4* __restrict__ x, uint2* __restrict__ codes, float* __restrict__ scales, u32 pieces, u32 code_stride,
              u32 row_stride, u32 group_stride) {
-  const u32 first = blockIdx.x * (THREADS * UNROLL) + threadIdx.x;
+  const u32 first = first_piece();
   uint4 v[UNROLL];
   wait_for_inputs();
   load(v, x, first, pieces);
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
-    const u32 piece = first + i * THREADS, top = max(group_top<16>(top_of(v[i])), LEAST_AMAX);
+    const u32 piece = first + i * THREADS, row = piece / ROW, top = max(group_top<16>(top_of(v[i])), LEAST_AMAX);
     if (piece >= pieces) continue;
     const float amax = __uint_as_float(top << 16), inverse = __fdiv_rn(448.f, amax);
     const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
     u32 pairs[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) pairs[w] = e4m3_pair(first_of(words[w]) * inverse, second_of(words[w]) * inverse);
-    codes[piece] = make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
-    const u32 group = piece / 16;
-    if (piece % 16 == 0) scales[group / groups * row_stride + group % groups * group_stride] = __fdiv_rn(amax, 448.f);
+    codes[row * code_stride + piece % ROW] = make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+    if (piece % 16 == 0) scales[row * row_stride + piece % ROW / 16 * group_stride] = __fdiv_rn(amax, 448.f);
   }
 }
 
-// codes and scales as above, scales row by row -> out BF16
+// codes and scales as above, the scales of a row side by side -> out BF16
 extern "C" __global__ void __launch_bounds__(THREADS)
-fp8_dequantize(const uint2* __restrict__ codes, const float* __restrict__ scales, uint4* __restrict__ out, u32 pieces) {
+fp8_dequantize(const uint2* __restrict__ codes, const float* __restrict__ scales, uint4* __restrict__ out, u32 pieces,
+               u32 code_stride, u32 row_stride) {
+  const u32 first = first_piece();
+  uint2 eight[UNROLL];
+  float scale[UNROLL];
   wait_for_inputs();
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
-    const u32 piece = blockIdx.x * (THREADS * UNROLL) + i * THREADS + threadIdx.x;
-    if (piece >= pieces) return;
-    const uint2 eight = codes[piece];
-    const float scale = scales[piece / 16];
+    const u32 piece = min(first + i * THREADS, pieces - 1), row = piece / ROW;
+    eight[i] = codes[row * code_stride + piece % ROW], scale[i] = scales[row * row_stride + piece % ROW / 16];
+  }
+#pragma unroll
+  for (int i = 0; i < UNROLL; ++i) {
     u32 words[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const u32 pair = (w < 2 ? eight.x : eight.y) >> w % 2 * 16;
-      words[w] = bf16_pair(decode_e4m3(pair & 0xFFu) * scale, decode_e4m3(pair >> 8 & 0xFFu) * scale);
+      const u32 pair = (w < 2 ? eight[i].x : eight[i].y) >> w % 2 * 16;
+      words[w] = bf16_pair(decode_e4m3(pair & 0xFFu) * scale[i], decode_e4m3(pair >> 8 & 0xFFu) * scale[i]);
     }
-    out[piece] = make_uint4(words[0], words[1], words[2], words[3]);
+    if (first + i * THREADS < pieces) out[first + i * THREADS] = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
-// Where the four scales of columns 4 * quad.. of a row are, in words: row by row, or in tiles of 128 rows by 4 columns whose
-// rows r, r + 32, r + 64 and r + 96 lie side by side, as tensor cores read them.
-__device__ __forceinline__ u32 scale_word(u32 row, u32 quad, u32 quads, bool tiled) {
-  return tiled ? (row / 128 * quads + quad) * 128 + row % 32 * 4 + row % 128 / 32 : row * quads + quad;
+// Where the four scales of columns 4 * quad.. of a row are, in words: row by row, or (stride 0) in tiles of 128 rows by 4 columns
+// whose rows r, r + 32, r + 64 and r + 96 lie side by side, as tensor cores read them.
+__device__ __forceinline__ u32 scale_word(u32 row, u32 quad, u32 stride) {
+  return stride ? row * stride + quad : (row / 128 * QUADS + quad) * 128 + row % 32 * 4 + row % 128 / 32;
 }
 
-// x [rows, quads * 64] and input_scale [1] -> codes, four scales a word; rows up to `scale_rows` get scales of zero
+// x [rows, COLUMNS] and input_scale [1] -> codes, four scales a word; pieces up to `scale_pieces` get scales of zero
 extern "C" __global__ void __launch_bounds__(THREADS)
 nvfp4_quantize(const uint4* __restrict__ x, const float* __restrict__ input_scale, u32* __restrict__ codes,
-               u32* __restrict__ scales, u32 rows, u32 scale_rows, u32 quads, int tiled) {
-  const u32 first = blockIdx.x * (THREADS * UNROLL) + threadIdx.x, pieces = rows * quads * 8;
+               u32* __restrict__ scales, u32 pieces, u32 scale_pieces, u32 code_stride, u32 scale_stride) {
+  const u32 first = first_piece();
   uint4 v[UNROLL];
   wait_for_inputs();
   load(v, x, first, pieces);
   const float scale_2 = *input_scale, sixth = __fmul_rn(6.f, scale_2);
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
-    const u32 piece = first + i * THREADS, lane = threadIdx.x % 32;
-    const float amax = __uint_as_float(group_top<2>(top_of(v[i])) << 16);
-    const float wanted = __fdiv_rn(amax, sixth);
-    const u32 code = wanted == 0.f ? 0x38u : max(e4m3(wanted), 1u);  // 1 for a block of zeros
-    u32 quad_scales = code << lane % 8 / 2 * 8;
+    const u32 piece = first + i * THREADS, row = piece / ROW, column = piece % ROW;
+    const float wanted = __fdiv_rn(__uint_as_float(group_top<2>(top_of(v[i])) << 16), sixth);
+    const u32 code = wanted == 0.f ? 0x38u : max(e4m3(wanted), 1u);  // 1 for a group of zeros
+    u32 quad_scales = code << threadIdx.x % 8 / 2 * 8;
     quad_scales |= __shfl_xor_sync(~0u, quad_scales, 2);
     quad_scales |= __shfl_xor_sync(~0u, quad_scales, 4);
     if (piece < pieces) {
@@ -97,39 +104,44 @@ nvfp4_quantize(const uint4* __restrict__ x, const float* __restrict__ input_scal
 #pragma unroll
       for (int w = 0; w < 4; ++w)
         eight |= (e2m1(first_of(words[w]) * inverse) | e2m1(second_of(words[w]) * inverse) << 4) << 8 * w;
-      codes[piece] = eight;
-    } else if (piece < scale_rows * quads * 8) {
+      codes[row * code_stride + column] = eight;
+    } else if (piece < scale_pieces) {
       quad_scales = 0;
     } else {
       continue;
     }
-    if (piece % 8 == 0) scales[scale_word(piece / 8 / quads, piece / 8 % quads, quads, tiled)] = quad_scales;
+    if (piece % 8 == 0) scales[scale_word(row, column / 8, scale_stride)] = quad_scales;
   }
 }
 
-// codes [rows, columns / 2], scales [rows, columns / 16] row by row, scale_2 [rows / rows_a_scale] -> out BF16
+// codes and scales row by row, strides in words and bytes, scale_2 [1] -> out BF16
 extern "C" __global__ void __launch_bounds__(THREADS)
 nvfp4_dequantize(const u32* __restrict__ codes, const u8* __restrict__ scales, const float* __restrict__ scale_2,
-                 uint4* __restrict__ out, u32 pieces, u32 pieces_a_scale) {
+                 uint4* __restrict__ out, u32 pieces, u32 code_stride, u32 scale_stride) {
+  const u32 first = first_piece();
+  u32 eight[UNROLL], scale[UNROLL];
   wait_for_inputs();
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
-    const u32 piece = blockIdx.x * (THREADS * UNROLL) + i * THREADS + threadIdx.x;
-    if (piece >= pieces) return;
-    const u32 eight = codes[piece];
-    const float scale = __fmul_rn(decode_e4m3(scales[piece / 2]), scale_2[piece / pieces_a_scale]);
+    const u32 piece = min(first + i * THREADS, pieces - 1), row = piece / ROW;
+    eight[i] = codes[row * code_stride + piece % ROW], scale[i] = scales[row * scale_stride + piece % ROW / 2];
+  }
+  const float whole = *scale_2;
+#pragma unroll
+  for (int i = 0; i < UNROLL; ++i) {
+    const float factor = __fmul_rn(decode_e4m3(scale[i]), whole);
     u32 words[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w)
-      words[w] = bf16_pair(decode_e2m1(eight >> 8 * w) * scale, decode_e2m1(eight >> (8 * w + 4)) * scale);
-    out[piece] = make_uint4(words[0], words[1], words[2], words[3]);
+      words[w] = bf16_pair(decode_e2m1(eight[i] >> 8 * w) * factor, decode_e2m1(eight[i] >> (8 * w + 4)) * factor);
+    if (first + i * THREADS < pieces) out[first + i * THREADS] = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
-// scales row by row, four a word -> in tiles, zeros beyond `rows`
+// scales row by row, four a word -> in tiles, zeros beyond `rows`; a thread a word
 extern "C" __global__ void __launch_bounds__(THREADS)
-tile_scales(const u32* __restrict__ scales, u32* __restrict__ tiled, u32 rows, u32 scale_rows, u32 quads) {
+tile_scales(const u32* __restrict__ scales, u32* __restrict__ tiled, u32 rows, u32 scale_rows, u32 scale_stride) {
   wait_for_inputs();
-  const u32 i = blockIdx.x * THREADS + threadIdx.x, row = i / quads;
-  if (row < scale_rows) tiled[scale_word(row, i % quads, quads, true)] = row < rows ? scales[i] : 0u;
+  const u32 i = blockIdx.x * THREADS + threadIdx.x, row = i / QUADS, quad = i % QUADS;
+  if (row < scale_rows) tiled[scale_word(row, quad, 0)] = row < rows ? scales[row * scale_stride + quad] : 0u;
 }

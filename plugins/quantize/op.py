@@ -23,8 +23,8 @@ from plugins.quantize.reference import FP8, FP8_GROUP, NVFP4_GROUP
 __all__ = ["fp8_dequantize", "fp8_quantize", "nvfp4_dequantize", "nvfp4_quantize", "tile_nvfp4_scales"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"))
-PIECE, THREADS = 8, 256
-"""Values of one 16-byte load; threads of a block."""
+PIECE, WORD, THREADS = 8, 4, 256
+"""Values of one 16-byte load; bytes that are stored at once; threads of a block."""
 NVFP4_COLUMNS = 64
 """Columns that share a word of scales."""
 FULL = 132 * 2048
@@ -46,8 +46,10 @@ def fp8_quantize(x: Tensor, column_major: bool = False) -> tuple[Tensor, Tensor]
 def fp8_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """codes E4M3 [N, K], scales F32 [N, K/128] -> BF16 [N, K]"""
     _check(codes, FP8, FP8_GROUP)
-    out = torch.empty_like(codes, dtype=torch.bfloat16)
-    _launch("fp8_dequantize", out.numel(), aligned(codes), aligned(scales), out, out.numel() // PIECE)
+    out = codes.new_empty(codes.shape, dtype=torch.bfloat16)
+    codes, scales = _rows(codes, PIECE), _rows(scales, 1)
+    strides = codes.stride(0) // PIECE, scales.stride(0)
+    _launch("fp8_dequantize", out.numel(), codes, scales, out, out.numel() // PIECE, *strides, columns=out.shape[1])
     return out
 
 
@@ -62,12 +64,13 @@ def nvfp4_quantize(x: Tensor, input_scale: Tensor, tiled: bool = False) -> tuple
 
 @torch.library.custom_op("r1_pipeline::nvfp4_dequantize", mutates_args=(), device_types="cuda")
 def nvfp4_dequantize(codes: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
-    """codes U8 [N, K/2], scales E4M3 [N, K/16], scale_2 F32 [S], one for each N/S rows in turn -> BF16 [N, K]"""
+    """codes U8 [N, K/2], scales E4M3 [N, K/16], scale_2 F32 [1] -> BF16 [N, K]"""
     _check(codes, torch.uint8, NVFP4_COLUMNS // 2)
     out = codes.new_empty((codes.shape[0], codes.shape[1] * 2), dtype=torch.bfloat16)
-    pieces = out.numel() // PIECE
-    a_scale = pieces // max(1, len(scale_2))
-    _launch("nvfp4_dequantize", out.numel(), aligned(codes), aligned(scales), aligned(scale_2), out, pieces, a_scale)
+    codes, scales = _rows(codes, WORD), _rows(scales, 1)
+    strides = codes.stride(0) // WORD, scales.stride(0)
+    arguments = codes, scales, scale_2, out, out.numel() // PIECE, *strides
+    _launch("nvfp4_dequantize", out.numel(), *arguments, columns=out.shape[1])
     return out
 
 
@@ -75,27 +78,25 @@ def nvfp4_dequantize(codes: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
 def tile_nvfp4_scales(scales: Tensor) -> Tensor:
     """Scales E4M3 [N, K/16] row by row -> [pad128(N), K/16] in the 128x4 layout"""
     _check(scales, FP8, NVFP4_COLUMNS // NVFP4_GROUP)
-    tiled = _tiled(scales)
-    words = tiled.numel() // 4
-    if words:
-        with torch.cuda.device(scales.device):
-            arguments = aligned(scales), tiled, len(scales), len(tiled), tiled.shape[1] // 4
-            module = SOURCE.module(UNROLL=1, THREADS=THREADS)
-            module.launch("tile_scales", (-(-words // THREADS), 1, 1), THREADS, *arguments)
+    tiled, scales = _tiled(scales), _rows(scales, WORD)
+    arguments = scales, tiled, len(scales), len(tiled), scales.stride(0) // WORD
+    columns = tiled.shape[1] * NVFP4_GROUP
+    _launch("tile_scales", tiled.numel() // WORD * PIECE, *arguments, columns=columns, most=1)
     return tiled
 
 
 def launch_fp8(x: Tensor, codes: Tensor, scales: Tensor, overlap: bool = False) -> None:
-    """The kernel alone. `overlap`: let it start while the kernel before it on the stream still runs."""
-    shape = x.numel() // PIECE, x.shape[1] // FP8_GROUP
-    _launch("fp8_quantize", x.numel(), x, codes, scales, *shape, *scales.stride(), overlap=overlap)
+    """The kernel alone, into rows of any stride. `overlap`: let it start while the kernel before it on the stream still runs."""
+    arguments = x, codes, scales, x.numel() // PIECE, codes.stride(0) // PIECE, *scales.stride()
+    _launch("fp8_quantize", x.numel(), *arguments, columns=x.shape[1], overlap=overlap)
 
 
-def launch_nvfp4(x: Tensor, input_scale: Tensor, codes: Tensor, scales: Tensor, tiled: bool, overlap: bool = False) -> None:
-    """The kernel alone."""
-    rows, quads = len(scales), x.shape[1] // NVFP4_COLUMNS
-    arguments = x, input_scale, codes, scales, len(x), rows, quads, int(tiled)
-    _launch("nvfp4_quantize", rows * x.shape[1], *arguments, overlap=overlap)
+def launch_nvfp4(x: Tensor, input_scale: Tensor, codes: Tensor, scales: Tensor, tiled: bool = False, overlap: bool = False) -> None:
+    """The kernel alone, into rows of any stride."""
+    elements = len(scales) * x.shape[1]
+    strides = codes.stride(0) // WORD, 0 if tiled else scales.stride(0) // WORD
+    arguments = x, input_scale, codes, scales, x.numel() // PIECE, elements // PIECE, *strides
+    _launch("nvfp4_quantize", elements, *arguments, columns=x.shape[1], overlap=overlap)
 
 
 @fp8_quantize.register_fake
@@ -157,16 +158,23 @@ def _(scales: Tensor) -> Tensor:
     return reference.tile_scales(scales)
 
 
-def _launch(name: str, elements: int, *arguments: Tensor | int, overlap: bool = False) -> None:
+def _launch(name: str, elements: int, *arguments: Tensor | int, columns: int, most: int = 4, overlap: bool = False) -> None:
     """One piece a thread while the chip is not full, then several."""
     if not elements:
         return
     pieces = elements // PIECE
     tensor = next(value for value in arguments if isinstance(value, Tensor))
     with torch.cuda.device(tensor.device):
-        unroll = next((count for count in (4, 2) if pieces >= count * FULL), 1)
+        unroll = next((count for count in (4, 2) if pieces >= count * FULL and count <= most), 1)
         grid = (-(-pieces // (THREADS * unroll)), 1, 1)
-        SOURCE.module(UNROLL=unroll, THREADS=THREADS).launch(name, grid, THREADS, *arguments, overlap=overlap)
+        module = SOURCE.module(COLUMNS=columns, UNROLL=unroll, THREADS=THREADS)
+        module.launch(name, grid, THREADS, *arguments, overlap=overlap)
+
+
+def _rows(tensor: Tensor, unit: int) -> Tensor:
+    """The tensor, or a copy, with each row in one piece and from a multiple of `unit` elements on."""
+    even = tensor.stride(1) == 1 and tensor.stride(0) % unit == 0 and tensor.data_ptr() % (unit * tensor.element_size()) == 0
+    return tensor if even else aligned(tensor)
 
 
 def _check(x: Tensor, dtype: torch.dtype, columns: int) -> None:

@@ -50,12 +50,11 @@ def nvfp4_quantize(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nvfp4_dequantize(codes: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
-    """scale_2 F32 [S], of N/S rows each -> BF16 [N, K]"""
+    """-> BF16 [N, K]"""
     values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
     unpacked = values[torch.stack((codes & 15, codes >> 4), dim=-1).int()].flatten(-2)
-    rows = scale_2.repeat_interleave(len(codes) // max(1, len(scale_2)))
-    whole = scales.float() * rows.unsqueeze(-1)
-    return (unpacked.unflatten(-1, (-1, NVFP4_GROUP)) * whole.unsqueeze(-1)).flatten(-2).bfloat16()
+    whole = (scales.float() * scale_2).unsqueeze(-1)
+    return (unpacked.unflatten(-1, (-1, NVFP4_GROUP)) * whole).flatten(-2).bfloat16()
 
 
 def tile_scales(scales: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from plugins import nvrtc  # noqa: E402
 
 SOURCES = sorted(Path(nvrtc.__file__).parent.glob("*/kernel.cu"))
 BUILDS = {
-    "kv_quantize": [{"CHUNK": 64, "DIM": 576, "THREADS": 1024, "INT8": 0}, {"CHUNK": 64, "DIM": 576, "THREADS": 1024, "INT8": 1}],
-    "quantize": [{"UNROLL": 1, "THREADS": 256}, {"UNROLL": 4, "THREADS": 256}],
+    "kv_quantize": [{"CHUNK": 64, "DIM": 576, "THREADS": 1024, "INT8": int8} for int8 in (0, 1)],
+    "quantize": [{"COLUMNS": 7168, "UNROLL": count, "THREADS": 256} for count in (1, 4)],
     "nvfp4_convert": [{"EXACT": 0}, {"EXACT": 1}],
     "topk_router": [{"EXPERTS": 256, "GROUPS": 8, "KEPT": 4, "TOP_K": 8, "NORMALIZE": 1}],
     "router_gemm": [

@@ -17,12 +17,13 @@ from plugins.quantize import op, reference  # noqa: E402
 
 SIGNATURES = {
     "fp8_quantize": "const uint4*, uint2*, float*, u32, u32, u32, u32",
-    "fp8_dequantize": "const uint2*, const float*, uint4*, u32",
-    "nvfp4_quantize": "const uint4*, const float*, u32*, u32*, u32, u32, u32, int",
-    "nvfp4_dequantize": "const u32*, const u8*, const float*, uint4*, u32, u32",
+    "fp8_dequantize": "const uint2*, const float*, uint4*, u32, u32, u32",
+    "nvfp4_quantize": "const uint4*, const float*, u32*, u32*, u32, u32, u32, u32",
+    "nvfp4_dequantize": "const u32*, const u8*, const float*, uint4*, u32, u32, u32",
     "tile_scales": "const u32*, u32*, u32, u32, u32",
 }
-SHAPES = [(1, 128), (3, 384), (131, 128), (37, 640)]
+COLUMNS, ROWS = 384, (1, 3, 131)
+SHAPES = [(1, 128), (3, 384), (131, 128), (37, 640), (0, 128), (1, 7168), (61, 2048)]
 KINDS = ("random", "wide", "steps", "zeros", "nan", "inf")
 DEVICES = [
     "cpu",
@@ -54,7 +55,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one piece", "two pieces"])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, CudaOnCpu]:
-    defines = {"UNROLL": request.param, "THREADS": 64}
+    defines = {"UNROLL": request.param, "THREADS": 64, "COLUMNS": COLUMNS}
     return request.param, CudaOnCpu(Path(op.__file__).with_name("kernel.cu"), SIGNATURES, defines, tmp_path_factory.mktemp("q"))
 
 
@@ -65,36 +66,37 @@ def run(kernels: tuple[int, CudaOnCpu], name: str, elements: int, *arguments: to
     source.launch(name, (-(-elements // (8 * 64 * unroll)), 1, 1), 64, *arrays)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp8_kernels_vs_reference(kernels: tuple[int, CudaOnCpu], kind: str, shape: tuple[int, int]) -> None:
-    x = inputs(kind, shape)
+def test_fp8_kernels_vs_reference(kernels: tuple[int, CudaOnCpu], kind: str, rows: int) -> None:
+    x = inputs(kind, (rows, COLUMNS))
     wanted, scales = reference.fp8_quantize(x)
     codes, found, back = torch.full_like(wanted, -1), torch.full_like(scales, -1), torch.full_like(x, -1)
-    run(kernels, "fp8_quantize", x.numel(), x, codes, found, x.numel() // 8, shape[1] // 128, *found.stride())
+    run(kernels, "fp8_quantize", x.numel(), x, codes, found, x.numel() // 8, COLUMNS // 8, *found.stride())
     same(codes, wanted)
     same(found, scales)
-    run(kernels, "fp8_dequantize", x.numel(), wanted, scales, back, x.numel() // 8)
+    run(kernels, "fp8_dequantize", x.numel(), wanted, scales, back, x.numel() // 8, COLUMNS // 8, scales.stride(0))
     same(back, reference.fp8_dequantize(wanted, scales))
 
 
 @pytest.mark.parametrize("tiled", [False, True], ids=["rows", "tiles"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_nvfp4_kernels_vs_reference(kernels: tuple[int, CudaOnCpu], kind: str, shape: tuple[int, int], tiled: bool) -> None:
-    x, input_scale = inputs(kind, shape), torch.tensor([4.0 / 2688 if kind != "steps" else 6.0 / 2688])
+def test_nvfp4_kernels_vs_reference(kernels: tuple[int, CudaOnCpu], kind: str, rows: int, tiled: bool) -> None:
+    x, input_scale = inputs(kind, (rows, COLUMNS)), torch.tensor([4.0 / 2688 if kind != "steps" else 6.0 / 2688])
     codes, scales = reference.nvfp4_quantize(x, input_scale)
     wanted = reference.tile_scales(scales) if tiled else scales
     found, found_scales = torch.full_like(codes, 0xA5), torch.full_like(wanted, -1)
-    rows, quads = len(wanted), shape[1] // 64
-    run(kernels, "nvfp4_quantize", rows * shape[1], x, input_scale, found, found_scales, len(x), rows, quads, int(tiled))
+    pieces, stride = x.numel() // 8, COLUMNS // 64
+    scale_pieces = len(wanted) * COLUMNS // 8
+    arguments = x, input_scale, found, found_scales, pieces, scale_pieces, COLUMNS // 8, 0 if tiled else stride
+    run(kernels, "nvfp4_quantize", scale_pieces * 8, *arguments)
     same(found_scales, wanted)
     same(found, codes)
     back, again = torch.full_like(x, -1), torch.full_like(reference.tile_scales(scales), -1)
-    run(kernels, "nvfp4_dequantize", x.numel(), codes, scales, input_scale, back, x.numel() // 8, x.numel() // 8)
+    run(kernels, "nvfp4_dequantize", x.numel(), codes, scales, input_scale, back, pieces, COLUMNS // 8, stride * 4)
     same(back, reference.nvfp4_dequantize(codes, scales, input_scale))
-    arrays = (tensor.view(torch.uint8).numpy() for tensor in (scales, again))
-    kernels[1].launch("tile_scales", (-(-again.numel() // 4 // 64), 1, 1), 64, *arrays, len(x), len(again), quads)
+    run(kernels, "tile_scales", again.numel() * 4, scales, again, rows, len(again), stride)
     same(again, reference.tile_scales(scales))
 
 
@@ -102,7 +104,7 @@ def test_nvfp4_kernels_vs_reference(kernels: tuple[int, CudaOnCpu], kind: str, s
 @pytest.mark.parametrize("kind", KINDS)
 def test_ops_vs_reference(device: str, kind: str) -> None:
     input_scale = torch.tensor([4.0 / 2688])
-    for shape in [*SHAPES, (0, 128), (1, 7168), (61, 2048)] + ([(1027, 7168)] if device == "cuda" else []):
+    for shape in SHAPES + ([(1027, 7168)] if device == "cuda" else []):
         x = inputs(kind, shape) if shape[0] else torch.empty(shape).bfloat16()
         codes, scales = reference.fp8_quantize(x)
         for column_major in (False, True):

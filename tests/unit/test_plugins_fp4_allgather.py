@@ -1,0 +1,85 @@
+"""Gathers and exchanges in BF16, FP8 and NVFP4 against their reference, on gloo ranks; bytes of a row; what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.errors import ConfigError
+
+torch = pytest.importorskip("torch", reason="the collectives are torch's")
+dist = pytest.importorskip("torch.distributed")
+
+from plugins.fp4_allgather import op, reference  # noqa: E402
+from plugins.quantize import reference as quantized  # noqa: E402
+
+COLUMNS = 256
+SCALE = torch.tensor([5.0 / 2688])
+
+
+def part(rank: int, rows: int) -> torch.Tensor:
+    return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+def check() -> None:
+    """On every rank: even, uneven and empty parts."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for precision in op.PRECISIONS:
+        for sizes in ([7] * world, [3 + 5 * other for other in range(world)], [0] + [1] * (world - 1)):
+            parts = [part(other, size) for other, size in enumerate(sizes)]
+            gathered = op.all_gather(parts[rank], precision, input_scale=SCALE, sizes=sizes)
+            assert torch.equal(gathered, reference.gathered(parts, precision, SCALE)), (precision, sizes)
+            exchange(rank, world, precision)
+    everything = torch.cat([part(other, 4) for other in range(world)])
+    scale = everything.abs().max().float().view(1) / 2688
+    assert torch.equal(op.all_gather(part(rank, 4)), reference.rounded(everything, "nvfp4", scale))
+    packed = op.gather_packed(part(rank, 4), input_scale=scale)
+    codes, scales = op.views(packed, COLUMNS, "nvfp4")
+    wanted = quantized.nvfp4_quantize(everything, scale)
+    assert torch.equal(codes, wanted[0]) and torch.equal(scales.float(), wanted[1].float())
+    with pytest.raises(ConfigError, match="rows of each"):
+        op.all_gather(part(rank, 4), "fp8", sizes=[9] * world)
+
+
+def exchange(rank: int, world: int, precision: op.Precision) -> None:
+    """Rank r sends r + s + 1 rows to rank s."""
+    counts = [[sender + receiver + 1 for receiver in range(world)] for sender in range(world)]
+    rows = [part(100 + sender, sum(counts[sender])) for sender in range(world)]
+    found = op.all_to_all(rows[rank], counts[rank], [counts[sender][rank] for sender in range(world)], precision, input_scale=SCALE)
+    wanted = [rows[sender].split(counts[sender])[rank] for sender in range(world)]
+    assert torch.equal(found, reference.gathered(wanted, precision, SCALE))
+
+
+def test_ranks_vs_reference() -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "tests._utils.ranks", "3", "tests.unit.test_plugins_fp4_allgather:check"]
+    done = subprocess.run(command, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_rows_on_the_wire() -> None:
+    assert [op.row_bytes(7168, precision) for precision in op.PRECISIONS] == [14336, 7392, 4032]
+    for precision in op.PRECISIONS:
+        for rows, columns in ((0, 128), (1, 384), (5, 7168)):
+            x = torch.randn(rows, columns).bfloat16()
+            packed = op.pack(x, precision, SCALE)
+            assert packed.shape == (rows, op.row_bytes(columns, precision))
+            assert torch.equal(op.unpack(packed, columns, precision, SCALE), reference.rounded(x, precision, SCALE))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use here")
+def test_gpu_packs_the_same_bytes() -> None:
+    for precision in op.PRECISIONS:
+        x = torch.randn(61, 7168).bfloat16()
+        packed = op.pack(x.cuda(), precision, SCALE.cuda())
+        assert torch.equal(packed.cpu(), op.pack(x, precision, SCALE))
+        assert torch.equal(op.unpack(packed, 7168, precision, SCALE.cuda()).cpu(), reference.rounded(x, precision, SCALE))
+
+
+def test_nvfp4_without_a_scale_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs an input_scale"):
+        op.pack(part(0, 2), "nvfp4")
