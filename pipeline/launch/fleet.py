@@ -199,7 +199,7 @@ def _ports(config: Config) -> tuple[int, int, int]:
 
 def _planned(deploy: Mapping[str, Any]) -> Iterator[Place]:
     """Where the plan puts each instance."""
-    for instance in range(deploy["instances"]):
+    for instance in dict.fromkeys(place["instance"] for place in deploy["placement"]):
         ranks = [place for place in deploy["placement"] if place["instance"] == instance]
         nodes = tuple(dict.fromkeys(place["node"] for place in ranks))
         yield nodes, tuple(place["gpu"] for place in ranks if place["node"] == nodes[0])
