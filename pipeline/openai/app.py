@@ -38,6 +38,8 @@ STALL = 60.0
 PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """What x-request-id may be to be given back."""
 SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+ID = web.RequestKey("id", str)
+"""A request's own id."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -70,7 +72,7 @@ class Gateway:
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Around every handler: its id, the key, errors as JSON, the counters."""
-        request["id"] = uuid.uuid4().hex
+        request[ID] = uuid.uuid4().hex
         self._running += 1
         try:
             self._require_key(request)
@@ -89,14 +91,14 @@ class Gateway:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions"""
         call = parse(ChatRequest, await _body(request))
-        request_id = f"chatcmpl-{request['id']}"
+        request_id = f"chatcmpl-{request[ID]}"
         answer = ChatAnswer(request_id, self._settings.name, call.include_usage)
         return await _respond(request, call, self._service.chat(call, request_id), answer)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions"""
         call = parse(CompletionRequest, await _body(request))
-        request_id = f"cmpl-{request['id']}"
+        request_id = f"cmpl-{request[ID]}"
         answer = TextAnswer(request_id, self._settings.name, call.include_usage)
         return await _respond(request, call, self._service.complete(call, request_id), answer)
 
@@ -211,7 +213,7 @@ async def _body(request: web.Request) -> bytes:
 def _public_id(request: web.Request) -> str:
     """The client's own id of the request if it is plain text, else ours."""
     given = request.headers.get("x-request-id", "")
-    return given if PLAIN_ID.fullmatch(given) else request["id"]
+    return given if PLAIN_ID.fullmatch(given) else request[ID]
 
 
 def _route(request: web.Request) -> str:

@@ -30,6 +30,7 @@ STRICT = (("triton_grpc_error", "true"),)
 QUICK = 5.0
 """Seconds for questions that need no generation."""
 PROBE = {"max_tokens": 8, "temperature": 0.0}
+NO_LIMIT = {"top_k": 0, "top_p": 1}
 DONE = {"end_id": "stop", "stop_words": "stop", "eos": "stop"}
 """Other engines' words for OpenAI's "stop"."""
 
@@ -164,8 +165,8 @@ async def _once(request: service_pb2.ModelInferRequest) -> AsyncIterator[service
 def _request(model: Model, prompt: str, options: dict[str, Any], request_id: str) -> service_pb2.ModelInferRequest:
     """The message, or a refusal that names the option which this model lacks."""
     for name in [name for name in options if not model.dialect.has(name)]:
-        if name == "stream" or (name == "top_k" and not options[name]):
-            del options[name]  # the model answers whole; it has no limit to set
+        if name == "stream" or options[name] == NO_LIMIT.get(name):
+            del options[name]  # the model answers whole; it sets no limit anyway
         else:
             raise ApiError(
                 400, f"{name} is not supported by the served model: leave it out.", param=name, code="unsupported_parameter"

@@ -69,11 +69,10 @@ class Request:
         """Whether a stream ends with a chunk of counts."""
         return bool((self.stream_options or {}).get("include_usage"))
 
-    def sampling(self, defaults: dict[str, Any]) -> dict[str, Any]:
-        """The engine's options: those of the request, else `defaults` (temperature, top_p, top_k)."""
-        names = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        options = defaults | given
+    def sampling(self) -> dict[str, Any]:
+        """The engine's options that the request names."""
+        names = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
+        options = {name: value for name in names if (value := getattr(self, name)) is not None}
         for name in ("presence_penalty", "frequency_penalty"):
             if not options.get(name):  # 0 asks for nothing, and not every model has an input for it
                 options.pop(name, None)

@@ -110,10 +110,12 @@ class Service:
         self, call: Request, prompt: str, number: int, request_id: str, inside: bool | None
     ) -> AsyncIterator[Delta | End]:
         """One generation. `inside`: whether the prompt has opened a thought; None: do not look for thoughts."""
+        dialect = (await self.backend.model()).dialect
         most = await self.max_tokens(call, prompt)
-        options = call.sampling(self._defaults) | {"max_tokens": most}
-        if call.seed is not None:
-            options["seed"] = call.seed + number
+        defaults = {name: value for name, value in self._defaults.items() if dialect.has(name)}
+        options = defaults | call.sampling() | {"max_tokens": most}
+        if "seed" in options:
+            options["seed"] += number
         pieces = self.backend.generate(prompt, options, stream=bool(call.stream), request_id=f"{request_id}-{number}")
         splitter = Plain() if inside is None else Splitter(inside)
         return generation(pieces, stops=call.stops, splitter=splitter, max_tokens=most, count=self._counter.output)
