@@ -43,6 +43,7 @@ LLMAPI = {
     "top_p": "sampling_param_top_p",
     "seed": "sampling_param_seed",
     "stop_words": "sampling_param_stop",
+    "ignore_eos": "sampling_param_ignore_eos",
     "finish_reason": "return_finish_reason",
     "count_prompt": "return_num_input_tokens",
     "count_tokens": "return_num_output_tokens",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "describe"]
 
-COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+COMPANIONS = ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 

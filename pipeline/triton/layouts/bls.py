@@ -12,7 +12,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.stage import StageContext
 from pipeline.triton import pbtxt
 from pipeline.triton.layouts import write_model
-from pipeline.triton.layouts.llmapi import write_llmapi
+from pipeline.triton.layouts.llmapi import length_of, llm_args, write_llmapi
 from pipeline.triton.releases import Release
 
 __all__ = ["ENGINE", "INPUTS", "OUTPUTS", "layout"]
@@ -68,7 +68,7 @@ def layout(ctx: StageContext, release: Release | None = None) -> None:
     name = ctx.config.serve.model_name or ctx.config.model.name
     if name == ENGINE:
         raise ConfigError(f"serve.model_name={name} is the name of the model behind the adapter: choose another, such as ensemble.")
-    parameters = {"tensorrt_llm_model_name": ENGINE}
+    parameters = {"tensorrt_llm_model_name": ENGINE} | length_of(llm_args(ctx))
     config = pbtxt.build(name, inputs=INPUTS, outputs=OUTPUTS, parameters=parameters, max_batch_size=1, release=release)
     write_model(ctx.out / "repository", config, "bls")
     write_llmapi(ctx, ENGINE, release)

@@ -19,7 +19,7 @@ from pipeline.triton import pbtxt
 from pipeline.triton.layouts import write_model
 from pipeline.triton.releases import Release
 
-__all__ = ["INPUTS", "OUTPUTS", "layout", "write_llmapi"]
+__all__ = ["INPUTS", "OUTPUTS", "layout", "length_of", "llm_args", "write_llmapi"]
 
 DECOUPLED, MAX_BATCH_SIZE = True, 0
 ENGINES_MAX_BATCH_SIZE = 2048
@@ -83,12 +83,12 @@ def layout(ctx: StageContext, release: Release | None = None) -> None:
 
 def write_llmapi(ctx: StageContext, name: str, release: Release | None) -> None:
     """The model under a name of its own."""
-    settings = yaml.safe_load((ctx.inputs["engine"] / "llm_args.yaml").read_text(encoding="utf-8"))
+    settings = llm_args(ctx)
     config = pbtxt.build(
         name,
         inputs=INPUTS,
         outputs=OUTPUTS,
-        parameters={"max_requests": str(_slots(settings) + ctx.config.serve.max_queue)},
+        parameters={"max_requests": str(_slots(settings) + ctx.config.serve.max_queue)} | length_of(settings),
         max_batch_size=MAX_BATCH_SIZE,
         decoupled=DECOUPLED,
         release=release,
@@ -96,6 +96,17 @@ def write_llmapi(ctx: StageContext, name: str, release: Release | None) -> None:
     version = write_model(ctx.out / "repository", config, "llmapi")
     link_tree(ctx.inputs["engine"] / "checkpoint", version / "checkpoint")
     _write_model_yaml(version / "model.yaml", settings)
+
+
+def llm_args(ctx: StageContext) -> dict[str, Any]:
+    """The engine's arguments."""
+    settings: dict[str, Any] = yaml.safe_load((ctx.inputs["engine"] / "llm_args.yaml").read_text(encoding="utf-8"))
+    return settings
+
+
+def length_of(settings: dict[str, Any]) -> dict[str, str]:
+    """The parameter from which clients learn how many tokens fit; none where the engine decides that at its start."""
+    return {"max_seq_len": str(settings["max_seq_len"])} if settings.get("max_seq_len") else {}
 
 
 def _slots(settings: dict[str, Any]) -> int:

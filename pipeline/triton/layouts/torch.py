@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from pipeline.core.jsonio import read_json
 from pipeline.core.stage import StageContext
 from pipeline.triton import pbtxt
 from pipeline.triton.layouts import write_model
@@ -42,7 +43,8 @@ def layout(ctx: StageContext, release: Release | None = None) -> None:
     """Write `repository/<model>/config.pbtxt` and `1/` with the model's code beside the engine's files."""
     serve = ctx.config.serve
     name = serve.model_name or ctx.config.model.name
-    parameters = {"max_queue": str(serve.max_queue)}
+    length = read_json(ctx.inputs["engine"] / "engine.json")["max_seq_len"]
+    parameters = {"max_queue": str(serve.max_queue), "max_seq_len": str(length)}
     config = pbtxt.build(name, inputs=INPUTS, outputs=OUTPUTS, parameters=parameters, max_batch_size=1, release=release)
     version = write_model(ctx.out / "repository", config, "torch")
     for source in sorted(path for path in ctx.inputs["engine"].rglob("*") if path.is_file()):
