@@ -113,8 +113,7 @@ class ConversionPlan:
 def plan_conversion(source: Checkpoint, recipe: Recipe) -> ConversionPlan:
     """Plan everything; nothing is written."""
     problems: list[Problem] = []
-    limits, split = _amax_limits(source), _split_pairs(source)
-    problems += [not_finite(source.entries[name]) for name, limit in limits.items() if not isfinite(limit)]
+    limits, split = _amax_limits(source, problems), _split_pairs(source)
     by_file: dict[Path, list[Step]] = {file: [] for file in source.shards}
     for entry in source.entries.values():
         try:
@@ -169,8 +168,18 @@ def _tensor_scale(entry: Entry) -> bytes:
         return b""
 
 
-def _amax_limits(source: Checkpoint) -> dict[str, float]:
-    """448 times the largest block scale of each FP8 block weight; each file is mapped once."""
+def _negative(entry: Entry, count: int) -> Problem:
+    """Block scales below 0."""
+    name = entry.tensors["weight_scale_inv"].name
+    text = (
+        f"{entry.main.file} has {count:,} block scales below 0 in {name}, which would turn the signs of their weights: the file "
+        f"is damaged, or was never valid; download it again."
+    )
+    return Problem("negative scale", entry.name, text)
+
+
+def _amax_limits(source: Checkpoint, problems: list[Problem]) -> dict[str, float]:
+    """448 times the largest block scale of each FP8 block weight; each file is mapped once. Bad scales are problems."""
     by_file: dict[Path, list[Entry]] = {}
     for entry in source.entries.values():
         if "weight_scale_inv" in entry.tensors:
@@ -182,5 +191,10 @@ def _amax_limits(source: Checkpoint) -> dict[str, float]:
             info = entry.tensors["weight_scale_inv"]
             if info.stop > raw.size:  # the file was cut off, which its survey has told
                 continue
-            limits[entry.name] = entry.format.limit({"weight_scale_inv": raw[info.start : info.stop].view("<f4")})
+            scales = raw[info.start : info.stop].view("<f4")
+            limits[entry.name] = entry.format.limit({"weight_scale_inv": scales})
+            if not isfinite(limits[entry.name]):
+                problems.append(not_finite(entry))
+            if count := np.count_nonzero(scales < 0):
+                problems.append(_negative(entry, int(count)))
     return limits

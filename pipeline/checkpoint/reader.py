@@ -35,6 +35,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
 }
 MAX_HEADER_BYTES = 100_000_000
+LFS = b"version https://git-lfs.github.com/spec/"
+"""Begins a file that stands for one that was not downloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ def _parse(file: Path, size: int) -> tuple[int, dict[str, Any]]:
     """Offset of the first tensor byte, and the JSON header."""
     with file.open("rb") as stream:
         prefix = stream.read(8)
+        if prefix == LFS[:8] and stream.read(len(LFS) - 8) == LFS[8:]:
+            raise ConfigError(f"{file} is a Git LFS pointer instead of the file: run `git lfs pull` in {file.parent}.")
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if 8 + length > size or length > MAX_HEADER_BYTES:
             raise ConfigError(

@@ -19,7 +19,7 @@ from pipeline.checkpoint.source import INDEX, Stored, read_stored
 from pipeline.core.errors import ConfigError
 from pipeline.inspect.recognise import PLAIN, UNKNOWN, recognise
 
-__all__ = ["SCALARS", "Contents", "Module", "table_of", "whole"]
+__all__ = ["SCALARS", "Contents", "Module", "read_table", "table_of", "whole"]
 
 SCALARS = frozenset(
     {"weight_scale_2", "weight_scale", "input_scale", "weight_global_scale", "input_global_scale", "k_scale", "v_scale"}
@@ -88,11 +88,11 @@ class Contents:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: name a Hugging Face checkpoint folder.")
         problems: list[Problem] = []
-        config = _table(folder / "config.json", problems) or {}
+        config = read_table(folder / "config.json", problems) or {}
         if not config and not problems:
             text = f"{folder} has no config.json with settings: loaders cannot tell the architecture, nor which layers are MTP."
             problems.append(Problem("no config", "", text))
-        quantisation = _table(folder / "hf_quant_config.json", problems)
+        quantisation = read_table(folder / "hf_quant_config.json", problems)
         stored = _stored(folder, problems)
         modules = _modules(stored.tensors, whole(config, "num_hidden_layers") or NO_LAYERS)
         return cls(folder, config, quantisation, stored.shards, stored.tensors, stored.lost, modules, tuple(problems))
@@ -101,7 +101,7 @@ class Contents:
     def without_weights(cls, folder: Path, reason: str) -> Contents:
         """Of a folder in which `open` found no weights."""
         problem = Problem("no weights", "", reason)
-        return cls(folder, _table(folder / "config.json", []) or {}, None, (), {}, frozenset(), {}, (problem,))
+        return cls(folder, read_table(folder / "config.json", []) or {}, None, (), {}, frozenset(), {}, (problem,))
 
     @property
     def num_bytes(self) -> int:
@@ -189,7 +189,7 @@ def _modules(tensors: dict[str, TensorInfo], num_hidden_layers: int) -> dict[str
     return {name: Module(classify(name, num_hidden_layers), *recognise(found), found) for name, found in grouped.items()}
 
 
-def _table(file: Path, problems: list[Problem]) -> dict[str, Any] | None:
+def read_table(file: Path, problems: list[Problem]) -> dict[str, Any] | None:
     """A JSON table; None where there is no such file, or no table in it."""
     if not file.is_file():
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from pipeline.config.load import load
@@ -33,6 +34,8 @@ def verify_command(options: Options, console: Console) -> int:
     if odd := sorted(name for name in settings if not name.startswith("verify.")):
         known = "checkpoint=SOURCE, out=FOLDER and verify.KEY=VALUE"
         raise ConfigError(f"verify DIR does not know {', '.join(odd)}: it takes {known}.")
+    if out:
+        _require_writable(Path(out))
     limits = load(["+hw=cpu", *(f"{name}={value}" for name, value in settings.items())], options.config_dir).verify
     progress = console.stage_started("verify", f"reads {folders[0]}")
     verdict = verify_folder(_folder(folders[0]), _folder(source) if source else None, limits, progress)
@@ -43,6 +46,16 @@ def verify_command(options: Options, console: Console) -> int:
         console.line(line)
     console.result({"command": "verify", **verdict.plain()} if options.as_json else {})
     return verdict.exit_code
+
+
+def _require_writable(out: Path) -> None:
+    """Before an hour of reading, not after it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(f"out={out} cannot be written ({error.strerror or error}): name a folder that can.") from error
 
 
 def _folder(named: str) -> Path:

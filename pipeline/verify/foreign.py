@@ -87,7 +87,7 @@ def verify_folder(folder: Path, source: Path | None, limits: VerifyConfig, progr
     contents, origin = _open(folder), _source(source) if source else None
     errors, chosen, total, reason = _compare(contents, origin, limits, progress) if origin else ([], [], 0, "")
     scans = scan_scales(contents, _wanted(contents, chosen, limits.sample), progress)
-    found = check(Subject(contents, origin, scans, errors, limits, reason))
+    found = check(Subject(contents, origin, scans, errors, limits, reason, _cut_off(origin) if origin else ()))
     weights = None
     if errors:
         failed = [finding.rule.id for finding in found if finding.rule.level == ERROR]
@@ -144,6 +144,12 @@ def _checkpoint(contents: Contents) -> Checkpoint:
 def _whole(entry: Entry) -> bool:
     """Whether all of its bytes are there."""
     return all(info.stop <= info.file.stat().st_size for info in entry.tensors.values())
+
+
+def _cut_off(contents: Contents) -> list[str]:
+    """Tensors of which bytes are missing."""
+    sizes = {file: file.stat().st_size for file in contents.shards}
+    return [name for name, info in contents.tensors.items() if info.stop > sizes[info.file]]
 
 
 def _wanted(contents: Contents, chosen: list[Entry], sample: int) -> Collection[str]:

@@ -122,3 +122,18 @@ def test_signs_of_zero_and_the_smallest_codes(copy: Path, tmp_path: Path) -> Non
     amax = max(before.amax(), Checkpoint.open(copy).entries[UP].amax())
     wanted = after.format.quantize(before.dequantized().astype(BF16), amax=amax, input_scale=1.0)
     assert after.load()["weight"].tobytes() == wanted["weight"].tobytes()
+
+
+def test_block_scales_below_zero_are_refused_by_name(copy: Path, tmp_path: Path) -> None:
+    scales = read_tensor(Checkpoint.open(copy).tensors[f"{GATE.removesuffix('.weight')}.weight_scale_inv"]).copy()
+    scales[0, 0] *= -1
+    replace_tensors(copy, {f"{GATE.removesuffix('.weight')}.weight_scale_inv": ("F32", scales)})
+    with pytest.raises(ConfigError, match=r"1 block scales below 0 in .*gate_proj\.weight_scale_inv.*download it again"):
+        convert(copy, tmp_path / "w", recipe("nvfp4"))
+
+
+def test_a_git_lfs_pointer_is_named(copy: Path, tmp_path: Path) -> None:
+    file = min(copy.glob("*.safetensors"))
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 4302350824\n")
+    with pytest.raises(ConfigError, match="Git LFS pointer instead of the file: run `git lfs pull`"):
+        convert(copy, tmp_path / "w", recipe("nvfp4"))

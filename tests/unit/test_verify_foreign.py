@@ -185,3 +185,10 @@ def test_blocks_of_another_size_than_declared(tmp_path: Path) -> None:
     found = verify_folder(folder, None, VerifyConfig(), Notes())
     facts = [fault.fact for finding in found.findings for fault in finding.faults if finding.rule.id == "declared-otherwise"]
     assert facts == ["config.json says weight_block_size [64, 64], the tensors show [128, 128]"] and found.exit_code == 4
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["verify", str(FOREIGN / "modelopt_nvfp4"), f"out={tmp_path / 'file' / 'report'}"]) == 2
+    said = capsys.readouterr()
+    assert "cannot be written" in said.err and "[verify]" not in said.out + said.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +50,7 @@ def told(verdict: Verdict) -> dict[str, Any]:
 
 
 def test_every_rule_is_tested() -> None:
-    assert CASES.keys() | {"file-fault"} == RULES.keys()
+    assert CASES.keys() | {"file-fault", "damaged-source"} == RULES.keys()
     assert all(rule.why and rule.fix and not rule.why.endswith(".") and rule.id == rule.id.lower() for rule in RULES.values())
 
 
@@ -74,6 +75,28 @@ def test_a_breach_is_told_with_its_tensor(bases: dict[str, Path], tmp_path: Path
     assert any(line.startswith(f"{finding.rule.level} {rule}") for line in lines)
     assert {f"  why: {finding.rule.why}", f"  fix: {finding.rule.fix}"} <= set(lines)
     assert json.loads(json.dumps(verdict.plain()))["exit_code"] == verdict.exit_code
+
+
+def test_a_source_that_was_cut_off_is_told_with_what_was_not_compared(bases: dict[str, Path], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(bases["blocks"], tmp_path / "source"))
+    file = max(source.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 100)
+    verdict = examine(bases["fours"], source)
+    finding = told(verdict)["damaged-source"]
+    assert len(finding.faults) == 1 and "the source's file ends before it does" in finding.faults[0].fact
+    assert verdict.weights is not None and verdict.exit_code == 4
+
+
+@pytest.mark.parametrize("search", ["mse", "mse_full"])
+def test_searched_scales_may_end_at_the_largest(bases: dict[str, Path], tmp_path: Path, search: str) -> None:
+    _, many_at_448, _, _ = CASES["saturated-block-scale"]
+    plain = {"attention": "bf16", "o_proj": "bf16", "mtp": "bf16"}
+    searched = convert(bases["blocks"], tmp_path / "w", recipe("nvfp4", **plain) | {"nvfp4_scale_search": search})
+    assert many_at_448 is not None
+    many_at_448(searched)
+    assert "saturated-block-scale" not in told(examine(searched))
+    (searched / "conversion.json").write_text("[1]")
+    assert "saturated-block-scale" in told(examine(searched)), "without that record nobody knows that they were searched"
 
 
 def test_a_fault_that_no_rule_knows_is_told_all_the_same(bases: dict[str, Path]) -> None:

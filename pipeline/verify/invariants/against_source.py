@@ -72,6 +72,11 @@ def _uncompared(subject: Subject) -> Iterator[Fault]:
         yield Fault("", f"No weight was compared with the source, {subject.uncompared}")
 
 
+def _cut_off(subject: Subject) -> Iterator[Fault]:
+    for name in subject.cut_off:
+        yield Fault(name, f"{name} was not compared, for the source's file ends before it does")
+
+
 def _below(subject: Subject, limits: Mapping[str, float]) -> Iterator[Fault]:
     measurable = [error for error in subject.errors if not _otherwise_told(error)]
     for key, limit, low, _ in below(limits, measurable):
@@ -121,5 +126,9 @@ RULES = (
     Rule(
         "not-compared", NOTE, _uncompared, "only the checkpoint's own consistency was checked",
         "give the folder of its source as checkpoint=DIR",
+    ),
+    Rule(
+        "damaged-source", ERROR, _cut_off, "the comparison that was asked for was made in part only",
+        "download the source's file again, and compare again",
     ),
 )  # fmt: skip

@@ -50,6 +50,8 @@ class Subject:
     limits: VerifyConfig | None = None
     uncompared: str = ""
     """Why nothing was compared though there is a source."""
+    cut_off: Sequence[str] = ()
+    """Tensors of the source of which bytes are missing."""
 
     @cached_property
     def declared(self) -> list[Declaration]:
