@@ -40,10 +40,12 @@ options
   --keep N           (gc) results of each stage to keep beside those in use (1)
   --ablate           (plan) what each optimisation is worth here, predicted and published
   --compare FILE     (plan) a file of LLM arguments beside the plan's, both predicted
+  --sarif FILE       (lint) the findings as SARIF 2.1.0, too
+  --rules            (lint) every rule, and what no file shows
   --version          print the version and stop
 
 exit codes
-  0 done   1 internal error   2 configuration or input refused   3 a stage failed   4 the verify gate refused
+  0 done   1 internal error   2 configuration or input refused   3 a stage failed   4 verify or lint found an error
   5 a tool is missing here    130 interrupted   141 nobody reads the output"""
 
 
@@ -59,6 +61,8 @@ class Options:
     keep: int = 1
     ablate: bool = False
     compare: Path | None = None
+    sarif: Path | None = None
+    rules: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,16 @@ COMMANDS: dict[str, Command] = {
         "where checkpoint= names it; out=FOLDER keeps the report and the heat map. It exits with 4 when it finds an error.",
         "verify",
         arguments="[DIR [checkpoint=SOURCE] [out=FOLDER]] ",
+    ),
+    "lint": Command(
+        "find mistakes in anyone's LLM arguments, checkpoint or Triton repository",
+        "Takes YAML files of LLM arguments (of trtllm-serve disaggregated, too), checkpoint folders, Triton model repositories or\n"
+        "one model of them (llmapi, vLLM, NVIDIA's ensembles, filled in or not), and what engine and package wrote. Each finding\n"
+        "has its rule, place, reason, fix and source. version= is the release of TensorRT-LLM (else the line that fits best),\n"
+        "triton= that of the container; with hw= and model= the planner's rules judge, too. It exits with 4 when it finds an error.",
+        "lint",
+        needs_config=False,
+        arguments="PATH... [version=1.2] [triton=25.12] [hw=NAME [model=NAME] [SETTING=VALUE ...]] [--sarif FILE] | --rules ",
     ),
     "engine": Command(
         "build the engine of engine=", "engine=torch compiles here; engine=trtllm writes a TensorRT-LLM bundle.", "engine"
@@ -230,6 +244,8 @@ def _run(words: list[str]) -> int:
         raise ConfigError(f"{name} has no --dry-run: only convert and gc have; explain says what {name} would rebuild.")
     if (options.ablate or options.compare) and name != "plan":
         raise ConfigError(f"{name} has neither --ablate nor --compare: only plan predicts.")
+    if (options.sarif or options.rules) and name != "lint":
+        raise ConfigError(f"{name} has neither --sarif nor --rules: only lint has.")
     if options.show_config:
         from pipeline.config.load import resolved_yaml
 
@@ -259,7 +275,7 @@ def _parse(words: list[str]) -> Options:
                 raise ConfigError(f"{option} needs a value: write {option} VALUE.")
             found[option.lstrip("-").replace("-", "_")] = VALUES[option](value)
         elif word.startswith("-"):
-            known = [*FLAGS, "--config-dir DIR", "--keep N", "--compare FILE"]
+            known = [*FLAGS, "--config-dir DIR", "--keep N", "--compare FILE", "--sarif FILE"]
             raise ConfigError(f"There is no option {option}: known are {', '.join(known)} and --help; settings are KEY=VALUE.")
         else:
             overrides.append(word)
@@ -272,8 +288,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-FLAGS = {"--json": "as_json", "--cfg": "show_config", "--dry-run": "dry_run", "--ablate": "ablate"}
-VALUES: dict[str, Callable[[str], Any]] = {"--config-dir": Path, "--keep": _count, "--compare": Path}
+FLAGS = {"--json": "as_json", "--cfg": "show_config", "--dry-run": "dry_run", "--ablate": "ablate", "--rules": "rules"}
+VALUES: dict[str, Callable[[str], Any]] = {"--config-dir": Path, "--keep": _count, "--compare": Path, "--sarif": Path}
 
 
 def _usage() -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Place, Rule
-from pipeline.lint.repository.subject import CONFIG, ENGINE_ARGS, SETTINGS, Model, Repository
+from pipeline.lint.names import CONFIG, ENGINE_ARGS, SETTINGS
+from pipeline.lint.repository.subject import Model, Repository
 
 __all__ = ["MODEL_RULES", "ROOT_RULES"]
 

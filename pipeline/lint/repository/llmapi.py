@@ -10,10 +10,8 @@ from pipeline.lint.base import ERROR, WARNING, Fault, Rule
 from pipeline.lint.repository.gpus import device_lists
 from pipeline.lint.repository.subject import Model
 
-__all__ = ["OWN_KEYS", "RULES"]
+__all__ = ["RULES"]
 
-OWN_KEYS = ("triton_config", "logits_post_processors")
-"""Keys of model.yaml that do not go to tensorrt_llm.LLM."""
 KNOWN = ("max_batch_size", "decoupled", "cancellation_check_period_ms", "multimodal")
 UPSTREAM = "TensorRT-LLM triton_backend/all_models/llmapi/tensorrt_llm/1/model.py"
 PROVEN = "seen on tritonserver 2.51.0; launch_triton_server.py of TensorRT-LLM passes --disable-auto-complete-config"

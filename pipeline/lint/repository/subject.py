@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,11 +17,11 @@ from tritonclient.grpc import model_config_pb2 as pb
 from pipeline.core.errors import ConfigError
 from pipeline.lint.base import Place
 from pipeline.lint.document import MOST_BYTES, Document, read_document, read_text
+from pipeline.lint.names import CONFIG, ENGINE_ARGS, SETTINGS
 from pipeline.lint.target import Target
 
-__all__ = ["CONFIG", "Model", "Placeholder", "Repository", "open_repository"]
+__all__ = ["Model", "Placeholder", "Repository", "open_repository", "tensors"]
 
-CONFIG, SETTINGS, ENGINE_ARGS = "config.pbtxt", "model.yaml", "model.json"
 QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*')
 PLACEHOLDER = re.compile(r"\$\{[^}\n]*}?")
 
@@ -131,7 +132,8 @@ class Model:
         found: dict[Path, ast.Module | SyntaxError] = {}
         for file in sorted(self.versions[-1].glob("*.py"))[:50] if self.versions else ():
             try:
-                found[file] = ast.parse(read_text(file), str(file))
+                with warnings.catch_warnings(action="ignore"):
+                    found[file] = ast.parse(read_text(file), str(file))
             except SyntaxError as error:
                 found[file] = error
             except (ConfigError, ValueError, RecursionError, MemoryError) as error:

@@ -1,0 +1,140 @@
+"""LLM arguments as rules see them: in the names of one version line, whatever names the file uses, with the file's own lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from pipeline.engines.trtllm.arguments import problems
+from pipeline.engines.trtllm.migrate import Migration, migrate
+from pipeline.engines.trtllm.versions import VersionLine, known_lines, version_line
+from pipeline.lint.base import Place
+from pipeline.lint.document import Document
+from pipeline.lint.target import Target
+
+__all__ = ["Args", "args_of", "line_of"]
+
+ABSENT = (None, 0, -1)
+"""How TensorRT-LLM spells a number that is not given."""
+
+
+@dataclass(frozen=True)
+class Args:
+    """One set of arguments, for one instance."""
+
+    document: Document
+    """As written."""
+    line: VersionLine
+    target: Target
+    role: str = "both"
+    """both, prefill (context servers) or decode (generation servers)."""
+    inherited: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that hold for all servers of a disaggregated file, and are judged there."""
+
+    @cached_property
+    def _migrated(self) -> Migration:
+        return migrate({**self.inherited, **self.document.values}, self.line)
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """In the line's names; what it would refuse is left out."""
+        return self._migrated.args
+
+    @cached_property
+    def _written(self) -> dict[str, str]:
+        return {change.to: change.path for change in self._migrated.changes}
+
+    def get(self, path: str) -> Any:
+        """The value at a dotted path, or the line's default; None where the line does not have it."""
+        value: Any = self.values
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None and not self.given(path):
+            known = self.line.known.get(path)
+            return known.default if known else None
+        return value
+
+    def given(self, path: str) -> bool:
+        """Whether the file says it."""
+        value: Any = self.values
+        for part in path.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return False
+            value = value[part]
+        return True
+
+    def count(self, path: str, absent: int = 1) -> int:
+        """A whole number; `absent` where none is given."""
+        value = self.get(path)
+        if isinstance(value, str) and value.strip().lstrip("-").isdecimal():
+            value = int(value)
+        return absent if value in ABSENT or not isinstance(value, (int, float)) else int(value)
+
+    def at(self, path: str) -> Place:
+        """Where the file says it, under whatever name."""
+        return replace(self.document.at(self._written.get(path, path)), key=self._written.get(path, path))
+
+    @property
+    def tp(self) -> int:
+        """Tensor parallel ranks."""
+        return self.count("tensor_parallel_size")
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages."""
+        return self.count("pipeline_parallel_size")
+
+    @property
+    def cp(self) -> int:
+        """Context parallel ranks."""
+        return self.count("context_parallel_size")
+
+    @property
+    def ep(self) -> int:
+        """Ranks that share the experts among them."""
+        moe_tp = self.count("moe_tensor_parallel_size", self.tp)
+        return self.count("moe_expert_parallel_size", max(1, self.tp // moe_tp))
+
+    @property
+    def adp(self) -> bool:
+        """Attention data parallelism."""
+        return bool(self.get("enable_attention_dp"))
+
+    @property
+    def draft(self) -> int:
+        """Tokens that are drafted in a step; 0 without speculation."""
+        if not self.values.get("speculative_config"):
+            return 0
+        return self.count(f"speculative_config.{self.line.mtp_key}", self.count("speculative_config.max_draft_len"))
+
+    @property
+    def graphs(self) -> bool:
+        """Whether CUDA graphs are on."""
+        return not (self.given("cuda_graph_config") and self.get("cuda_graph_config") is None)
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The line as numbers, to compare."""
+        major, minor = self.line.line.split(".")[:2]
+        return int(major), int(minor)
+
+
+def args_of(document: Document, target: Target, role: str = "both", inherited: Mapping[str, Any] | None = None) -> Args:
+    """The arguments of `document` for the target's version, or for the line that they fit best."""
+    inherited = inherited or {}
+    return Args(document, line_of({**inherited, **document.values}, target), target, role, inherited)
+
+
+def line_of(args: Mapping[str, Any], target: Target) -> VersionLine:
+    """The target's line; the nearest known one where that is unknown; without a version the newest that refuses least."""
+    lines = [version_line(name) for name in known_lines()]
+    if not target.line:
+        return min(reversed(lines), key=lambda line: len(problems(args, line)))
+    older = [line for line in lines if _numbers(line) <= target.line]
+    return older[-1] if older else lines[0]
+
+
+def _numbers(line: VersionLine) -> tuple[int, ...]:
+    return tuple(int(part) for part in line.line.split("."))

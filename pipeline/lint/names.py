@@ -1,0 +1,9 @@
+"""Names of the files of a Triton model, apart from all that needs protobuf."""
+
+from __future__ import annotations
+
+__all__ = ["CONFIG", "ENGINE_ARGS", "OWN_KEYS", "SETTINGS"]
+
+CONFIG, SETTINGS, ENGINE_ARGS = "config.pbtxt", "model.yaml", "model.json"
+OWN_KEYS = ("triton_config", "logits_post_processors")
+"""Keys of model.yaml that do not go to tensorrt_llm.LLM."""

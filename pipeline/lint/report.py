@@ -1,0 +1,154 @@
+"""Lint paths against a target: what was recognised, and every finding, errors first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.core.errors import ConfigError, GateError
+from pipeline.lint.args import args_of
+from pipeline.lint.args import findings as args_findings
+from pipeline.lint.base import ERROR, NOTE, WARNING, Finding, Place
+from pipeline.lint.document import Document
+from pipeline.lint.names import OWN_KEYS
+from pipeline.lint.recognise import Artefact, recognise
+from pipeline.lint.target import Target
+
+__all__ = ["Report", "lint"]
+
+ORDER = (ERROR, WARNING, NOTE)
+UNKNOWN = "file/not-recognised"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found."""
+
+    linted: tuple[Artefact, ...]
+    findings: tuple[Finding, ...]
+    target: Target
+
+    @property
+    def exit_code(self) -> int:
+        """4 where there is an error."""
+        return GateError.exit_code if any(finding.level == ERROR for finding in self.findings) else 0
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        for finding in self.findings:
+            yield from finding.lines()
+        yield self.summary()
+
+    def summary(self) -> str:
+        """One line."""
+        levels = [finding.level for finding in self.findings]
+        counts = ", ".join(_plural(levels.count(level), level) for level in ORDER if level in levels) or "nothing to report"
+        against = f" against {self.target}" if str(self.target) else ""
+        return f"{_plural(len(self.linted), 'subject')}{against}: {counts}"
+
+    def plain(self) -> dict[str, Any]:
+        """For machines, without the findings."""
+        levels = [finding.level for finding in self.findings]
+        return {
+            "linted": [{"kind": item.kind, "path": str(item.path)} for item in self.linted],
+            "counts": {level: levels.count(level) for level in ORDER},
+            "exit_code": self.exit_code,
+        }
+
+
+def lint(paths: Iterable[Path], target: Target) -> Report:
+    """Everything about `paths`.
+
+    Raises:
+        ConfigError: if a path does not exist, or none is anything that is known.
+    """
+    linted: list[Artefact] = []
+    found: list[Finding] = []
+    refusals: list[str] = []
+    for path in paths:
+        try:
+            artefacts = recognise(path)
+        except ConfigError as error:
+            if not path.exists() and not path.is_symlink():
+                raise ConfigError(f"{path} does not exist: name a file or a folder.") from error
+            refusals.append(str(error))
+            found.append(Finding(UNKNOWN, ERROR, Place(path), str(error), "name another path", "pipeline/lint/recognise.py"))
+            continue
+        linted += artefacts
+        for artefact in artefacts:
+            found += _findings(artefact, target)
+    if refusals and not linted:
+        raise ConfigError("\n".join(refusals))
+    ordered = sorted(_unique(found), key=lambda finding: ORDER.index(finding.level))
+    return Report(tuple(linted), tuple(ordered), target)
+
+
+def _unique(findings: list[Finding]) -> list[Finding]:
+    """A path may have been named in two ways."""
+    return list(dict.fromkeys(findings))
+
+
+def _findings(artefact: Artefact, target: Target) -> Iterator[Finding]:
+    match artefact.kind:
+        case "arguments":
+            assert artefact.document is not None
+            yield from _arguments(artefact.document, target)
+        case "servers":
+            assert artefact.document is not None
+            yield from _servers(artefact.document, target)
+        case "checkpoint":
+            from pipeline.lint.checkpoint import findings
+
+            yield from findings(artefact.path, target)
+        case "engine":
+            from pipeline.lint.checkpoint import tensorrt_findings
+
+            yield from tensorrt_findings(artefact.path, target)
+        case "repository":
+            yield from _repository(artefact.path, None, target)
+        case "model":
+            yield from _repository(artefact.path.absolute().parent, artefact.path.absolute().name, target)
+
+
+def _arguments(document: Document, target: Target) -> Iterator[Finding]:
+    values = {key: value for key, value in document.values.items() if key not in OWN_KEYS}
+    args = args_of(replace(document, values=values), target)
+    yield from args_findings(args)
+    if target.config is not None:
+        from pipeline.lint.planned import findings
+
+        yield from findings(args)
+
+
+def _servers(document: Document, target: Target) -> Iterator[Finding]:
+    from pipeline.lint.args import disaggregated
+    from pipeline.lint.base import apply
+
+    servers = disaggregated.servers_of(document, target)
+    yield from apply(disaggregated.RULES, servers, document.file)
+    for args in servers.sides.values():
+        yield from args_findings(args)
+        if target.config is not None:
+            from pipeline.lint.planned import findings
+
+            yield from findings(args)
+
+
+def _repository(folder: Path, only: str | None, target: Target) -> Iterator[Finding]:
+    from pipeline.lint.repository import findings, open_repository
+
+    opened = open_repository(folder, target)
+    for finding in findings(opened, whole=only is None):
+        if only is None or (folder / only) in (finding.place.file, *finding.place.file.parents):
+            yield finding
+    for model in opened.models.values():
+        if model.settings is not None and only in (None, model.name):
+            yield from _arguments(model.settings, target)
+            if (checkpoint := model.settings.file.parent / "checkpoint").is_dir():
+                yield from _findings(Artefact("checkpoint", checkpoint), target)
+
+
+def _plural(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
