@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.planner.compare import Comparison
 
-__all__ = ["convert", "doctor", "engine", "explain", "gc", "inspect", "package", "plan", "serve", "smoke", "verify"]
+__all__ = ["convert", "doctor", "engine", "explain", "gc", "inspect", "lint", "package", "plan", "serve", "smoke", "verify"]
 
 
 def plan(options: Options, console: Console) -> int:
@@ -65,6 +65,13 @@ def verify(options: Options, console: Console) -> int:
         console.line(line)
     console.result({"stage": "verify", "folder": str(result.out), "report": read_json(result.out / "report.json")})
     return 0
+
+
+def lint(options: Options, console: Console) -> int:
+    """Findings about files that somebody wrote."""
+    from pipeline.lint.command import lint_command
+
+    return lint_command(options, console)
 
 
 def engine(options: Options, console: Console) -> int:
