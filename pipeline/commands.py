@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.load import load
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, GateError
 from pipeline.core.events import Console, human_bytes
 from pipeline.core.graph import Graph
 from pipeline.core.jsonio import read_json
 from pipeline.core.source import find_source
 from pipeline.core.store import Result, Store
 from pipeline.executors import make_executor
+from pipeline.planner.policy import fallback
 from pipeline.stages import STAGES
 
 if TYPE_CHECKING:
@@ -127,8 +128,8 @@ def explain(options: Options, console: Console) -> int:
     graph = _graph(load(options.overrides, options.config_dir))
     stages = []
     for state in graph.states(["package"]):
-        status = "up to date" if state.result else "would run"
-        console.line(f"{state.stage.name:8} {status:10} {state.reason if not state.result else state.result.key[:12]}")
+        status = "refused" if state.refused else "up to date" if state.result else "would run"
+        console.line(f"{state.stage.name:8} {status:10} {state.result.key[:12] if status == 'up to date' else state.reason}")
         stages.append({"stage": state.stage.name, "status": status, "reason": state.reason})
     console.result({"command": "explain", "stages": stages})
     return 0
@@ -213,8 +214,17 @@ def _up_to(stage: str, options: Options, console: Console) -> int:
 
 
 def _build(options: Options, console: Console, stage: str, config: Config | None = None) -> dict[str, Result]:
+    """Make every result up to `stage`; where `verify` refuses the precision and the policy has another, with that one."""
     config = config or load(options.overrides, options.config_dir)
-    return _graph(config).build([stage], make_executor(config.executor.kind), console)
+    executor = make_executor(config.executor.kind)
+    try:
+        return _graph(config).build([stage], executor, console)
+    except GateError as error:
+        if (other := fallback(config, error)) is None:
+            raise
+        console.line(f"verify refused {config.quant.name}: {error}")
+        console.line("verify.on_failure=fallback: planned, converted and verified again with accuracy first")
+        return _graph(other).build([stage], executor, console)
 
 
 def _graph(config: Config) -> Graph:

@@ -54,6 +54,7 @@ ALARM_SQNR_DB = {
 }  # fmt: skip
 KV_FORMATS = ("bf16", "fp8", "nvfp4")
 EXECUTORS = ("inline", "local")
+ON_FAILURE = ("stop", "fallback")
 
 
 MOST_INPUT_SCALE = 1e30
@@ -127,6 +128,8 @@ class QuantConfig:
     """Type of the KV cache on a GPU engine."""
     accuracy_sensitive: bool = False
     """Accuracy before speed: the cache in BF16, weights in BF16 or, where those do not fit, in the source's FP8 blocks."""
+    refused: str | None = None
+    """Why `verify` refused this recipe; verify.on_failure=fallback sets it, with accuracy_sensitive."""
     input_scale: float = limited(
         1.0, least=1 / MOST_INPUT_SCALE, most=MOST_INPUT_SCALE, hint="it divides the activations, and is stored in float32"
     )
@@ -208,6 +211,9 @@ class ConvertConfig:
 class VerifyConfig:
     """The gate between convert and engine."""
 
+    on_failure: str = limited("stop", one_of=ON_FAILURE)
+    """stop: a checkpoint that fails the gate ends the build; fallback: it is planned, converted and verified again as
+    quant.accuracy_sensitive=true would be. Damage ends the build in any case."""
     tokens: int = limited(4096, least=2, most=MOST_TOKENS)
     """Held-out tokens whose logits are compared."""
     window: int = limited(512, least=2, most=MOST_TOKENS)

@@ -1,5 +1,7 @@
 """Errors a user can act on: each is a sentence with the value, the limit and the way out."""
 
+from pathlib import Path
+
 __all__ = ["ConfigError", "GateError", "MissingToolError", "PipelineError", "StageError"]
 
 
@@ -22,9 +24,13 @@ class StageError(PipelineError):
 
 
 class GateError(StageError):
-    """`verify` measured an error above the configured threshold."""
+    """`verify` measured an error above the configured threshold, or found damage, which no other precision mends."""
 
     exit_code = 4
+
+    def __init__(self, *reasons: str, report: Path | None = None, damage: bool = False) -> None:
+        super().__init__(" ".join([*reasons, *([f"The full report is {report}."] if report else [])]))
+        self.reasons, self.damage = reasons, damage
 
 
 class MissingToolError(PipelineError):

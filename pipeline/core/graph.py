@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline import __version__
 from pipeline.config.schema import Config
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, GateError
 from pipeline.core.events import Console, PlainConsole
 from pipeline.core.explain import explain_miss
 from pipeline.core.key import key_of, key_parts
@@ -34,6 +34,8 @@ class State:
     parts: dict[str, Any] | None
     """None while an upstream result is missing: the key is not known yet."""
     reason: str
+    refused: bool = False
+    """Whether the result itself says that the build stops here (`Stage.gate`)."""
 
 
 class Graph:
@@ -53,6 +55,7 @@ class Graph:
                 checked = self._preflight(order[place:])
             results[stage.name] = _told(state.result, console) if state.result else self._run(state, results, executor, console)
             self.store.point(results[stage.name])
+            stage.gate(results[stage.name].out)
         return results
 
     def _preflight(self, stages: list[Stage]) -> bool:
@@ -79,6 +82,9 @@ class Graph:
                 yield State(stage, None, None, f"waits for a checkpoint: {self.source.way_out}")
                 continue
             state = self._state(stage, results)
+            if refusal := _refusal(stage, state.result):
+                yield State(stage, state.result, state.parts, refusal, refused=True)
+                return
             if state.result:
                 results[stage.name] = state.result
             elif stage.light:
@@ -156,6 +162,16 @@ class Graph:
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **asdict(outcome),
         }
+
+
+def _refusal(stage: Stage, result: Result | None) -> str:
+    """Why the build stops at a result that is there; empty where it goes on."""
+    try:
+        if result:
+            stage.gate(result.out)
+    except GateError as error:
+        return str(error)
+    return ""
 
 
 def _told(found: Result, console: Console) -> Result:

@@ -93,5 +93,7 @@ class Stage:
     requires: Callable[[Config, Path | None], None] = field(default=lambda config, checkpoint: None)
     """Raises `MissingToolError` where this machine lacks what the stage will need; asked before any stage of a build starts.
     Gets the source checkpoint's folder. Must not import torch."""
+    gate: Callable[[Path], None] = field(default=lambda out: None)
+    """Raises `GateError` where the stage's own result, in this folder, says that the build must not go on. The result is kept."""
     determinism: Callable[[Config], Determinism] = field(default=lambda config: "bitwise")
     """bitwise: the same key gives the same bytes on the same machine; numeric: the same up to rounding."""

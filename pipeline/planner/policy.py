@@ -2,22 +2,24 @@
 
 Weights are in FP4 only where the chip multiplies it (SM100, SM103), or as W4A16, which says so in its name; the rule
 `format` refuses the rest. The cache and MLA are in FP8 unless quant.kv_dtype says BF16. Where accuracy counts more
-(quant.accuracy_sensitive, for instance after `verify` refused a recipe), the cache is BF16 and so are the weights, if the
-machine holds them; if not, they keep the FP8 blocks in which DeepSeek published them, which `convert` copies bit by bit.
+(quant.accuracy_sensitive, which is also what `fallback` makes of a recipe that `verify` refused), the cache is BF16 and so
+are the weights, if the machine holds them; if not, they keep the FP8 blocks in which DeepSeek published them, which `convert`
+copies bit by bit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import yaml
 
 from pipeline.config.schema import Config, QuantConfig
+from pipeline.core.errors import GateError
 from pipeline.models.arch import Arch
 from pipeline.planner.params import LINEAR_CLASSES, stored_bytes
 from pipeline.share import share
 
-__all__ = ["MOST_RANKS", "Precision", "instances_on", "num_gpus", "one_instance", "precision_of", "recipe"]
+__all__ = ["MOST_RANKS", "Precision", "fallback", "instances_on", "num_gpus", "one_instance", "precision_of", "recipe"]
 
 UNQUANTISED = ("embed", "lm_head", "norm", "router")
 ROOM = 0.75
@@ -47,12 +49,26 @@ def precision_of(config: Config, arch: Arch) -> Precision:
     plain = dict.fromkeys((*UNQUANTISED, *classes), "bf16")
     size, memory = sum(stored_bytes(arch, plain).values()), config.hw.memory_bytes * num_gpus(config)
     if size <= ROOM * memory or "fp8_block" not in config.hw.weight_formats:
-        return Precision("bf16", plain, "bf16", "quant.accuracy_sensitive: weights and cache in BF16.")
+        return Precision("bf16", plain, "bf16", f"{_why(quant)}: weights and cache in BF16.")
     note = (
-        f"quant.accuracy_sensitive: BF16 weights take {size / 1e9:,.0f} GB, more than {ROOM:.0%} of the {memory / 1e9:,.0f} GB "
+        f"{_why(quant)}: BF16 weights take {size / 1e9:,.0f} GB, more than {ROOM:.0%} of the {memory / 1e9:,.0f} GB "
         f"here, so the published FP8 blocks are kept, bit by bit; the cache is BF16."
     )
     return Precision("fp8_block", plain | dict.fromkeys(classes, "fp8_block"), "bf16", note)
+
+
+def _why(quant: QuantConfig) -> str:
+    """Why accuracy counts more than the recipe."""
+    return f"verify refused quant={quant.name} ({quant.refused})" if quant.refused else "quant.accuracy_sensitive"
+
+
+def fallback(config: Config, error: GateError) -> Config | None:
+    """What to build instead of a recipe that `verify` refused; None where nothing, or nothing unless the user says so."""
+    quant = config.quant
+    if config.verify.on_failure != "fallback" or error.damage or quant.accuracy_sensitive:
+        return None
+    reasons = " ".join(f"{reason.partition(';')[0].removesuffix('.')}." for reason in error.reasons)
+    return replace(config, quant=replace(quant, accuracy_sensitive=True, refused=reasons))
 
 
 def one_instance(config: Config) -> bool:

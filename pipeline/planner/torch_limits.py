@@ -80,7 +80,7 @@ def torch_rules(case: Case) -> list[str]:
 
 def torch_warnings(case: Case) -> list[str]:
     """What works, but not as the workload says."""
-    engine, warnings = _engine(case), []
+    engine, warnings = _engine(case), [case.precision_note] if case.precision_note else []
     tokens = case.config.workload.isl + case.config.workload.osl
     if tokens > engine.max_seq_len:
         asked = f"Workload {case.config.workload.name} asks for {tokens:,} tokens a request"

@@ -6,11 +6,15 @@ held-out text with both sets of weights. Benchmarks are too noisy for a gate; th
 
 from __future__ import annotations
 
+from dataclasses import fields
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.config.schema import VerifyConfig
+from pipeline.core.errors import GateError
+from pipeline.core.jsonio import read_json
 from pipeline.core.stage import Need, Stage, StageContext
 
 if TYPE_CHECKING:
@@ -42,11 +46,18 @@ def requires(config: Config, checkpoint: Path | None) -> None:
         _require_torch()
 
 
+def gate(out: Path) -> None:
+    """GateError with every reason of the report in `out`, if it has one."""
+    report = read_json(out / "report.json")
+    if report["failures"]:
+        raise GateError(*report["failures"], report=out / "report.md", damage=bool(report["damage"]))
+
+
 STAGE = Stage(
     name="verify",
-    version=2,
+    version=3,
     needs=(Need(stage="convert"),),
-    config=("verify",),
+    config=tuple(f"verify.{item.name}" for item in fields(VerifyConfig) if item.name != "on_failure"),
     reads_checkpoint="all",
     code=(
         "pipeline/stages/verify.py", "pipeline/verify", "pipeline/inspect", "pipeline/checkpoint", "pipeline/formats",
@@ -54,29 +65,28 @@ STAGE = Stage(
     ),
     toolchain=toolchain,
     requires=requires,
+    gate=gate,
     run="pipeline.stages.verify:run",
 )
 
 
 def run(ctx: StageContext) -> None:
-    """Measure, write the report, then decide."""
+    """Measure, and write the report with the verdict; `gate` acts on it."""
     from pipeline.checkpoint.source import Checkpoint
-    from pipeline.core.errors import GateError
-    from pipeline.verify.gate import alarms, failures, scale_faults
+    from pipeline.verify.gate import alarms, failures, scale_failures
     from pipeline.verify.report import Report
 
     assert ctx.checkpoint is not None
     source, converted = Checkpoint.open(ctx.checkpoint), Checkpoint.open(ctx.inputs["convert"])
     errors, compared = measure_weights(ctx, source, converted)
     logits, note = measure_logits(ctx, source, converted)
-    failed = failures(ctx.config.verify, errors, scale_faults(errors), logits) + broken_rules(ctx.inputs["convert"])
+    damage = [*scale_failures(errors), *broken_rules(ctx.inputs["convert"])]
     report = Report(
-        errors=errors, compared=compared, failed=failed, alarms=alarms(ctx.config.verify, errors), logits=logits, note=note,
+        errors=errors, compared=compared, failed=[*damage, *failures(ctx.config.verify, errors, logits)], damage=damage,
+        alarms=alarms(ctx.config.verify, errors), logits=logits, note=note,
         sensitivity=measure_sensitivity(ctx, source, converted, errors) if logits and ctx.config.verify.sensitivity else [],
     )  # fmt: skip
     write(ctx, report)
-    if failed:
-        raise GateError(" ".join([*failed, f"The full report is {ctx.out / 'report.md'}."]))
 
 
 def broken_rules(folder: Path) -> list[str]:

@@ -11,14 +11,12 @@ if TYPE_CHECKING:
     from pipeline.config.schema import VerifyConfig
     from pipeline.verify.logits import LogitsError
 
-__all__ = ["alarms", "below", "failures", "scale_faults"]
+__all__ = ["alarms", "below", "failures", "scale_failures", "scale_faults"]
 
 
-def failures(
-    config: VerifyConfig, errors: Sequence[TensorError], faults: Sequence[str], logits: LogitsError | None
-) -> list[str]:
-    """Why the checkpoint must not be built into an engine; empty when it may."""
-    return [*_scale_failures(faults), *_weight_failures(config, errors), *_logits_failures(config, logits)]
+def failures(config: VerifyConfig, errors: Sequence[TensorError], logits: LogitsError | None) -> list[str]:
+    """Where the conversion lost more than may be; empty when it may be built into an engine."""
+    return [*_weight_failures(config, errors), *_logits_failures(config, logits)]
 
 
 def alarms(config: VerifyConfig, errors: Sequence[TensorError]) -> list[str]:
@@ -54,8 +52,9 @@ def scale_faults(errors: Sequence[TensorError]) -> list[str]:
     ]
 
 
-def _scale_failures(faults: Sequence[str]) -> Iterator[str]:
-    if faults:
+def scale_failures(errors: Sequence[TensorError]) -> Iterator[str]:
+    """What is damaged, in a sentence."""
+    if faults := scale_faults(errors):
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         yield f"{faults[0]}{more}; the checkpoint is damaged, convert it again."
 
@@ -75,7 +74,7 @@ def _logits_failures(config: VerifyConfig, logits: LogitsError | None) -> Iterat
         return
     way_out = (
         "keep attention, o_proj or shared_experts in a wider format (quant.o_proj=bf16), or everything "
-        "(quant.accuracy_sensitive=true), or move the limit."
+        "(quant.accuracy_sensitive=true, which verify.on_failure=fallback does by itself), or move the limit."
     )
     if not logits.kl <= config.max_kl:
         yield f"Mean KL is {logits.kl:g} nats a token, above verify.max_kl={config.max_kl:g}; {way_out}"

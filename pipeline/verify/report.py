@@ -30,6 +30,9 @@ class Report:
     compared: str
     """Which parameters: a sentence."""
     failed: Sequence[str] = ()
+    """Why it must not be built into an engine."""
+    damage: Sequence[str] = ()
+    """Those of `failed` that no other precision would mend."""
     alarms: Sequence[str] = ()
     logits: LogitsError | None = None
     note: str = ""
@@ -55,6 +58,7 @@ class Report:
         return {
             "verdict": self.verdict,
             "failures": list(self.failed),
+            "damage": list(self.damage),
             "alarms": list(self.alarms),
             "compared": self.compared,
             "classes": [dict(zip(HEADER, row, strict=True)) for row in class_rows(self.errors)],

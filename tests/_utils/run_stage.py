@@ -57,13 +57,14 @@ def convert(checkpoint: Path, work: Path, table: dict[str, Any], progress: Notes
 
 
 def verify(checkpoint: Path, converted: Path, out: Path, progress: Notes | None = None, **config: Any) -> dict[str, Any]:
-    """Verify, and return report.json."""
-    from pipeline.stages.verify import run
+    """Verify, and return report.json, if it passes the gate."""
+    from pipeline.stages.verify import gate, run
 
     out.mkdir(parents=True, exist_ok=True)
     settings: Any = SimpleNamespace(verify=VerifyConfig(**config))
     inputs = {"convert": converted}
     run(StageContext(config=settings, inputs=inputs, checkpoint=checkpoint, out=out, progress=progress or Notes()))
+    gate(out)
     return json.loads((out / "report.json").read_text())
 
 

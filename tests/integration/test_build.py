@@ -61,12 +61,32 @@ def test_verify_shows_its_table(cpu_build: Workspace) -> None:
 def test_the_gate_refuses_with_its_own_exit_code(workspace: Workspace) -> None:
     done = workspace.run("verify", "+hw=cpu", "quant=nvfp4", "verify.max_kl=0.000001", "verify.tokens=512")
     assert done.code == 4, done.out + done.err
-    assert "verify.max_kl" in done.err and "Traceback" not in done.err
+    assert "verify.max_kl" in done.err and "verify.on_failure=fallback" in done.err and "Traceback" not in done.err
     again = workspace.run(
         "verify", "+hw=cpu", "quant=nvfp4", "verify.max_kl=10", "verify.max_ppl_ratio=10", "verify.min_top1=0", "verify.tokens=512"
     )
     assert again.code == 0, again.err
     assert "[convert] up to date" in again.out, "a failed gate costs no hours: the conversion is kept"
+
+
+def test_a_refused_precision_falls_back_where_the_user_lets_it(workspace: Workspace) -> None:
+    """One command ends in a passing checkpoint; what was refused stays readable, and a second run repeats nothing."""
+    tight = ("verify", "+hw=cpu", "quant=nvfp4", "verify.max_kl=0.005", "verify.tokens=512")
+    assert workspace.run(*tight).code == 4
+    refused = workspace.latest("verify")
+    stopped = workspace.run("explain", *tight[1:])
+    assert "verify   refused" in stopped.out and "engine" not in stopped.out
+    done = workspace.run(*tight, "verify.on_failure=fallback", "--json")
+    assert done.code == 0, done.out + done.err
+    assert done.events()[-1]["report"]["verdict"] == "passed"
+    assert json.loads((refused / "report.json").read_text())["verdict"] == "failed", "nothing of the first result is lost"
+    plan = json.loads((workspace.latest("plan") / "report.json").read_text())
+    assert plan["quant"] == "bf16" and any("verify refused quant=nvfp4 (Mean KL is 0.0" in text for text in plan["warnings"])
+    manifest = json.loads((workspace.latest("plan").parent / "manifest.json").read_text())
+    assert manifest["config"]["quant"]["refused"].startswith("Mean KL is 0.0")
+    assert json.loads((workspace.latest("plan") / "precision.json").read_text())["kv_cache"] == "bf16"
+    again = workspace.run(*tight, "verify.on_failure=fallback")
+    assert again.code == 0 and again.out.count("up to date") == 6, again.out
 
 
 def test_killed_at_random_moments_the_build_ends_with_the_same_bytes(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pipeline.config.load import choices
+from pipeline.core.errors import GateError
 from pipeline.models.arch import Arch
-from pipeline.planner.policy import Precision, precision_of
+from pipeline.planner.policy import Precision, fallback, precision_of
 from tests.unit.test_plan import config_of, plan, refusal
 
 SENSITIVE = "quant.accuracy_sensitive=true"
@@ -49,6 +50,19 @@ def test_by_default_the_cache_is_fp8_and_fp4_only_where_the_chip_has_it(hw):
     found = precision(f"+hw={hw}", "model=deepseek_r1")
     assert found.kv_format == "fp8" and not found.note
     assert ("nvfp4" in found.formats.values()) == (config_of(f"+hw={hw}", "model=deepseek_r1").hw.flops_fp4 is not None)
+
+
+def test_what_verify_refuses_is_built_with_accuracy_first_only_where_the_user_says_so():
+    error = GateError("Mean KL is 0.09 nats a token, above verify.max_kl=0.05; keep o_proj in a wider format.")
+    stop = config_of("+hw=b200", "model=deepseek_r1")
+    willing = config_of("+hw=b200", "model=deepseek_r1", "verify.on_failure=fallback")
+    assert fallback(stop, error) is None
+    other = fallback(willing, error)
+    found = precision_of(other, Arch.from_hf(other.model.hf))
+    assert (found.recipe, found.kv_format) == ("fp8_block", "bf16")
+    assert found.note.startswith("verify refused quant=nvfp4 (Mean KL is 0.09 nats a token, above verify.max_kl=0.05.): BF16")
+    assert fallback(other, error) is None, "there is nothing behind it"
+    assert fallback(willing, GateError("a scale is not finite", damage=True)) is None, "no precision mends damage"
 
 
 def test_fp4_on_hopper_is_refused_and_w4a16_is_the_way_out():

@@ -128,7 +128,7 @@ def test_a_wrong_global_scale_fails_with_numbers(silent: Path, damaged: Path, tm
     with pytest.raises(GateError, match=r"1 of 227 nvfp4 tensors lie below verify\.min_sqnr_db\.nvfp4=18 dB") as error:
         verify(silent, damaged, tmp_path / "v", **LOOSE)
     assert f"the worst, {EXPERT}.weight, at 11." in str(error.value)
-    assert "quant.routed_experts=bf16" in str(error.value)
+    assert "quant.routed_experts=bf16" in str(error.value) and not error.value.damage
     assert "Failed." in (tmp_path / "v" / "report.md").read_text()
 
 
@@ -145,8 +145,9 @@ def test_a_nan_block_scale_fails_by_name(silent: Path, damaged: Path, tmp_path: 
     replace_tensors(damaged, {f"{EXPERT}.weight_scale": ("F8_E4M3", scales)})
     with pytest.raises(
         GateError, match=rf"{EXPERT}\.weight_scale holds a value that is not finite.*at {FLOOR_DB:g} dB"
-    ):
+    ) as error:
         verify(silent, damaged, tmp_path / "v", **LOOSE)
+    assert error.value.damage, "no other precision mends it"
 
 
 @pytest.mark.parametrize("value", [0.0, np.inf, -1.0])
