@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Collectives of expert-parallel decoding in BF16, FP8 and NVFP4: bytes on the wire, time, bandwidth, error; on any number of ranks.
+"""Collectives of expert-parallel decoding in BF16, FP8 and NVFP4, on any number of ranks: bytes on the wire, time, error.
 
     torchrun --nproc-per-node 2 scripts/bench_collectives.py [--quick] [--json FILE]
 

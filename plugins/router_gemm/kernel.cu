@@ -1,4 +1,4 @@
-// logits [tokens, EXPERTS] = x [tokens, HIDDEN] * weight [EXPERTS, HIDDEN]^T, BF16 in, FP32 out, for up to 64 tokens.
+// logits [tokens, EXPERTS] = x [tokens, HIDDEN] * weight [EXPERTS, HIDDEN]^T, BF16 in, FP32 (or BF16) out, for up to 64 tokens.
 //
 // The time is that of latencies and of reading 3.7 MB of weights once, so all multiprocessors must read: a cluster of SPLIT
 // CTAs shares 16 * EXPERT_TILES experts, each CTA takes a share of HIDDEN, each warp a share of that. Weights are mma's A
@@ -10,18 +10,22 @@
 //
 // Weights do not depend on the kernel before: with programmatic dependent launch they are loaded while it still runs.
 //
-// Compiled by NVRTC for one shape: HIDDEN and EXPERTS; TOKENS, or TOKEN_TILES (of 8), SPLIT, WARPS and EXPERT_TILES. Needs sm_90.
+// Compiled by NVRTC for one shape: HIDDEN and EXPERTS; TOKENS, or TOKEN_TILES (of 8), SPLIT, WARPS and EXPERT_TILES; BF16_OUT.
+// Needs sm_90.
 
-typedef unsigned int u32;
+#include "../numerics.cuh"
+
 typedef unsigned short bf16;
 
-constexpr int LOADED = 8;  // elements that a lane loads at a time
+#if BF16_OUT
+typedef bf16 Out;
+__device__ __forceinline__ Out rounded(float value) { return (bf16)bf16_pair(value, 0.f); }
+#else
+typedef float Out;
+__device__ __forceinline__ Out rounded(float value) { return value; }
+#endif
 
-// Until here a kernel may run while the one before it on the stream still does, and the next one may begin.
-__device__ __forceinline__ void wait_for_inputs() {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
+constexpr int LOADED = 8;  // elements that a lane loads at a time
 
 #ifdef TOKENS
 
@@ -36,7 +40,7 @@ __device__ __forceinline__ float dot(u32 a, u32 b, float sum) {
 }
 
 extern "C" __global__ void __launch_bounds__(FEW_THREADS)
-router_gemm_few(const bf16* __restrict__ x, const bf16* __restrict__ weight, float* __restrict__ logits) {
+router_gemm_few(const bf16* __restrict__ x, const bf16* __restrict__ weight, Out* __restrict__ logits) {
   __shared__ float sums[FEW_THREADS / 32][TOKENS];
   const int begin = threadIdx.x * LOADED;
   uint4 w[TURNS], v[TOKENS][TURNS];
@@ -66,7 +70,7 @@ router_gemm_few(const bf16* __restrict__ x, const bf16* __restrict__ weight, flo
   float all = 0.f;
 #pragma unroll
   for (int warp = 0; warp < FEW_THREADS / 32; ++warp) all += sums[warp][threadIdx.x];
-  logits[(size_t)threadIdx.x * EXPERTS + blockIdx.x] = all;
+  logits[(size_t)threadIdx.x * EXPERTS + blockIdx.x] = rounded(all);
 }
 
 #else
@@ -96,7 +100,7 @@ __device__ __forceinline__ void push(float* mine, int rank, float value) {
 constexpr int SHARE = SUMS / SPLIT;
 
 // Each CTA sums its warps, gives every CTA of the cluster the part that it owns, and sums and writes the part it owns itself.
-__device__ __forceinline__ void reduce(const float (&sums)[WARPS][SUMS], float (&parts)[SPLIT][SHARE], float* logits,
+__device__ __forceinline__ void reduce(const float (&sums)[WARPS][SUMS], float (&parts)[SPLIT][SHARE], Out* logits,
                                        int first_token, int first_expert, int tokens) {
   __syncthreads();
   cluster_wait();  // all CTAs have begun, so their shared memory is there
@@ -113,12 +117,12 @@ __device__ __forceinline__ void reduce(const float (&sums)[WARPS][SUMS], float (
     float sum = parts[0][i];
 #pragma unroll
     for (int rank = 1; rank < SPLIT; ++rank) sum += parts[rank][i];
-    if (token < tokens) logits[(size_t)token * EXPERTS + first_expert + place % OWN_EXPERTS] = sum;
+    if (token < tokens) logits[(size_t)token * EXPERTS + first_expert + place % OWN_EXPERTS] = rounded(sum);
   }
 }
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(WARPS * 32, 1)
-router_gemm(const bf16* __restrict__ x, const bf16* __restrict__ weight, float* __restrict__ logits, int tokens) {
+router_gemm(const bf16* __restrict__ x, const bf16* __restrict__ weight, Out* __restrict__ logits, int tokens) {
   __shared__ float sums[WARPS][SUMS], parts[SPLIT][SHARE];
   cluster_arrive();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4;

@@ -41,23 +41,23 @@ def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> None:
-    """The kernel alone, from and into `aligned` tensors.
+    """The kernel alone, from and into `aligned` tensors; logits may be BF16 [N, E] too.
 
     `overlap`: load weights while the kernel before it on the stream still runs.
     """
     (tokens, hidden), experts = x.shape, weight.shape[0]
+    shape = {"HIDDEN": hidden, "EXPERTS": experts, "BF16_OUT": int(logits.dtype == torch.bfloat16)}
     if tokens <= FEW_TOKENS and hidden % (FEW_THREADS * 8) == 0:
         with torch.cuda.device(x.device):
-            module = SOURCE.module(HIDDEN=hidden, EXPERTS=experts, TOKENS=tokens)
+            module = SOURCE.module(TOKENS=tokens, **shape)
             module.launch("router_gemm_few", (experts, 1, 1), FEW_THREADS, x, weight, logits, overlap=overlap)
         return
     token_tiles = next(tiles for tiles in (1, 2, 4, 8) if tokens <= 8 * tiles)
     most_warps, expert_tiles = (7, 2) if token_tiles < 8 else (4, 1)
     chunks = hidden // SPLIT // CHUNK
     warps = next(count for count in range(most_warps, 0, -1) if chunks % count == 0)
-    shape = {"HIDDEN": hidden, "EXPERTS": experts, "TOKEN_TILES": token_tiles, "EXPERT_TILES": expert_tiles}
     with torch.cuda.device(x.device):
-        module = SOURCE.module(SPLIT=SPLIT, WARPS=warps, **shape)
+        module = SOURCE.module(SPLIT=SPLIT, WARPS=warps, TOKEN_TILES=token_tiles, EXPERT_TILES=expert_tiles, **shape)
         grid = (SPLIT, experts // (16 * expert_tiles), 1)
         module.launch("router_gemm", grid, 32 * warps, x, weight, logits, tokens, overlap=overlap)
 

@@ -1,0 +1,76 @@
+"""The router beside flashinfer, vLLM and sgl-kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugins.bench import Bench, Call
+from plugins.topk_router import op
+from plugins.topk_router.reference import route
+
+__all__ = ["rows"]
+
+CONFIGS = {
+    "deepseek_r1": (256, 8, 4, 8, 2.5),
+    "kimi_k2": (384, 1, 1, 8, 2.827),
+    "glm_4.5": (160, 1, 1, 8, 2.5),
+}
+TOKENS = (1, 8, 64, 256, 1024, 4096, 16384)
+
+
+def rows(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Configurations and batches."""
+    for name in list(CONFIGS)[:1] if bench.quick else CONFIGS:
+        for tokens in TOKENS:
+            yield _row(bench, name, tokens)
+
+
+def _row(bench: Bench, name: str, tokens: int) -> dict[str, Any]:
+    experts, *config = CONFIGS[name]
+    logits, bias = torch.randn(tokens, experts, device="cuda"), torch.randn(experts, device="cuda") * 0.1
+    weights, indices = route(logits, bias, *config)
+    out = torch.full_like(weights, torch.nan), torch.full_like(indices, -1, dtype=torch.int32)
+    chosen = indices.sort().values
+
+    def wrong(found: tuple[Tensor, Tensor]) -> Tensor:
+        return (found[1].long().sort().values != chosen).any(dim=1)
+
+    def error() -> float:
+        return float((out[0] - weights)[~wrong(out)].abs().max() / weights.abs().max())
+
+    compiled = torch.compile(route, dynamic=False)
+    first = name == next(iter(CONFIGS))
+    row = bench.row(
+        "topk_router",
+        {"model": name, "tokens": tokens},
+        lambda overlap: op.launch(logits, bias, *out, *config, overlap=overlap),
+        error=error,
+        eager=lambda: route(logits, bias, *config),
+        compiled=(lambda: compiled(logits, bias, *config)) if first else None,
+        peers=_peers(logits, bias, *config),
+        right=lambda found: not bool(wrong(found).any()),
+        moved=logits.numel() * 4 + weights.numel() * 8,
+    )
+    return row | {"tokens_that_differ": int(wrong(out).sum())}
+
+
+def _peers(logits: Tensor, bias: Tensor, *config: Any) -> dict[str, Call]:
+    n_group, topk_group, top_k, scale = config
+
+    def flashinfer() -> tuple[Tensor, Tensor]:
+        from flashinfer.fused_moe import fused_topk_deepseek
+
+        out = torch.empty(len(logits), top_k, device="cuda"), torch.empty(len(logits), top_k, dtype=torch.int32, device="cuda")
+        fused_topk_deepseek(logits, bias, n_group, topk_group, top_k, scale, *out, False)
+        return out
+
+    ops = torch.ops
+    return {
+        "flashinfer": flashinfer,
+        "vllm": lambda: ops._moe_C.grouped_topk(logits, n_group, topk_group, top_k, True, scale, bias, 1),
+        "sgl": lambda: ops.sgl_kernel.moe_fused_gate(logits, bias, n_group, topk_group, top_k, 0, scale, True),
+    }
