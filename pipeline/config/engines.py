@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -15,6 +16,9 @@ ENGINES = ("torch", "trtllm")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
 COMPILERS = ("auto", "aoti", "export")
+TRTLLM_BACKENDS = ("pytorch", "tensorrt")
+SERVING = ("aggregated", "disaggregated")
+TRANSFERS = ("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,13 +50,37 @@ class TrtllmEngineConfig:
     """TensorRT-LLM (PyTorch backend): a bundle of checkpoint, LLM-args YAML and environment."""
 
     version: str = "1.2"
-    """Version line of the container that will serve it."""
+    """Version line of the container that will serve it, or its release (1.3.0rc20)."""
+    backend: str = limited("pytorch", one_of=TRTLLM_BACKENDS)
+    """tensorrt is refused, with what became of it in `version`."""
+    serving: str = limited("aggregated", one_of=SERVING)
+    """disaggregated: prefill and decode on instances of their own, behind `trtllm-serve disaggregated`."""
+    context_instances: int | None = limited(None, least=1, most=1024)
+    """Prefill instances; null: let `plan` balance the two sides."""
+    generation_instances: int | None = limited(None, least=1, most=1024)
+    """Decode instances; null: let `plan` balance the two sides."""
+    transfer: str = limited("DEFAULT", one_of=TRANSFERS)
+    """How the cache goes from prefill to decode."""
     moe_backend: str = "auto"
+    expert_slots: int | None = limited(None, least=1, most=2**16, hint="288 for R1's 256 experts on 36 ranks")
+    """Places for experts over all ranks: what exceeds their number repeats the busiest (EPLB); null: no load balancer."""
+    expert_updates: int = limited(0, least=0, most=1024)
+    """Layers whose experts move after each iteration; 0: they stay where they are first."""
     mtp: int | None = limited(None, least=0, most=8, hint="0 is off, 1 to 3 are usual")
     """Draft tokens a step by the model's own MTP layer; null: let `plan` choose."""
     free_gpu_memory_fraction: float | None = limited(None, above=0, below=1, hint="0.8 is usual")
     """Share of the memory that is free after loading which the KV cache takes; null: the least of 0.8, 0.85 and 0.9 that holds
     the requests."""
+    block_reuse: bool = True
+    """Whether requests share the cache of equal beginnings."""
+    cuda_graphs: bool = True
+    """Whether decode steps are captured as CUDA graphs."""
+    attention_dp_balance: bool = True
+    """Whether attention-DP ranks wait for one another to get prompts at the same time, where the version can."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further LLM arguments, as in a YAML for the engine; none that `plan` chooses."""
+    warm: bool = False
+    """Whether `engine` starts the bundle once, to keep tuned tactics and compiled kernels; needs its GPUs and tensorrt_llm here."""
 
 
 @dataclass(slots=True, kw_only=True)

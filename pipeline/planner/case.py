@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeline.config.schema import Config, HwConfig, SloConfig, TrtllmEngineConfig
 from pipeline.engines.trtllm.versions import known_lines, version_line
@@ -84,11 +85,24 @@ class Case:
 
     @property
     def balanced(self) -> bool:
-        """Whether this version line balances attention-DP ranks."""
+        """Whether attention-DP ranks are balanced: as asked for, where this version line can."""
         lines = known_lines()
-        return not any(self.trtllm.version.startswith(line) for line in lines) or (
-            "attention_dp_config" in version_line(self.trtllm.version).fields
+        return self.trtllm.attention_dp_balance and (
+            not any(self.trtllm.version.startswith(line) for line in lines)
+            or "attention_dp_config" in version_line(self.trtllm.version).fields
         )
+
+    @property
+    def engine_limits(self) -> dict[str, Any]:
+        """What engine.trtllm fixes of every setup."""
+        asked = self.trtllm
+        return {
+            "balanced": self.balanced,
+            "block_reuse": asked.block_reuse,
+            "expert_slots": asked.expert_slots,
+            "graph_batch": None if asked.cuda_graphs else 0,
+            "transfer": asked.transfer if asked.serving == "disaggregated" else None,
+        }
 
     @property
     def expert_format(self) -> str:

@@ -214,7 +214,7 @@ def _setup(case: Case, layout: Layout, **limits: Any) -> Setup:
         fraction=case.trtllm.free_gpu_memory_fraction or USUAL_FRACTION,
         max_seq_len=min(case.longest + MARGIN_TOKENS, case.arch.max_position_embeddings),
         chunked_prefill=case.config.workload.chunked_prefill,
-        balanced=case.balanced,
+        **case.engine_limits,
         isl=case.isl,
         osl=case.osl,
         concurrency=case.concurrency,
@@ -247,11 +247,14 @@ def rank_limits(case: Case, layout: Layout, batch: int, tokens: int) -> tuple[De
         stream = Decision("stream_interval", 1, "few requests: every token is sent at once")
     else:
         stream = Decision("stream_interval", 10, "ten tokens a message: detokenising and sending cost less", RECIPES)
+    graphs = Decision("cuda_graph_max_batch_size", batch, "no graph above max_batch_size", "TensorRT-LLM issue 10688")
+    if not case.trtllm.cuda_graphs:
+        graphs = Decision("cuda_graph_max_batch_size", 0, "asked for: no CUDA graphs", "engine.trtllm.cuda_graphs")
     return (
         Decision("max_batch_size", batch, f"per rank: {batch_reason}", "TensorRT-LLM counts per rank under ADP"),
         Decision("max_num_tokens", tokens, f"per rank: {prompt} beside a full batch, rounded up to 64", RECIPES),
         stream,
-        Decision("cuda_graph_max_batch_size", batch, "no graph above max_batch_size", "TensorRT-LLM issue 10688"),
+        graphs,
     )
 
 

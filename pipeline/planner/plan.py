@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
 from pipeline.engines.trtllm.llm_args import render
+from pipeline.engines.trtllm.roles import roles_of
 from pipeline.engines.trtllm.versions import version_line
 from pipeline.models.arch import Arch
 from pipeline.planner.case import Case, case_of
 from pipeline.planner.choose import Choice, Decision, choose
 from pipeline.planner.costed import require_costed
-from pipeline.planner.memory import RankMemory, memory_of, tokens_per_block
+from pipeline.planner.deploy import deploy_of
+from pipeline.planner.memory import RankMemory, memory_of
 from pipeline.planner.nearest import nearest
 from pipeline.planner.params import main_parts, num_params, stored_bytes
 from pipeline.planner.picture import memory_svg, rank_bars
-from pipeline.planner.placement import placement_notes, placement_report, rank_places
+from pipeline.planner.placement import placement_notes, placement_report
 from pipeline.planner.reuse import reuse_notes, reuse_of
-from pipeline.planner.rules import REFUSE, WARN, check
+from pipeline.planner.rules import REFUSE, WARN, Finding, check
 from pipeline.planner.search import Found, search, searchable
 from pipeline.planner.search.choice import choice_of, speed_report
+from pipeline.planner.search.split import SplitChoice, split_of, split_report
 from pipeline.planner.setup import Setup
 from pipeline.planner.torch_limits import torch_decisions, torch_deploy, torch_memory, torch_rules, torch_warnings
 
@@ -83,10 +87,14 @@ def _plan_torch(case: Case) -> _Planned:
 
 def _plan_trtllm(case: Case) -> _Planned:
     choice, found = _chosen(case)
-    findings = check(choice.setup)
-    _refuse([f"{item.text} [{item.source}]" for item in findings if item.level == REFUSE], case)
-    deploy = _deploy(case, choice)
-    require_costed(render(deploy, version_line(case.trtllm.version)), choice.setup)
+    split = split_of(case, found)
+    choice = split.generation if split else choice
+    setups = split.setups if split else (choice.setup,)
+    findings = _checked(setups, case)
+    deploy = deploy_of(case, choice, split)
+    line = version_line(case.trtllm.version)
+    emitted = [require_costed(render(role, line), setup) for role, setup in zip(roles_of(deploy), setups, strict=True)]
+    findings += [item for item in _checked(emitted, case) if item not in findings]
     reuse, placement = reuse_of(case, choice), placement_report(choice.setup)
     report = {
         "layout": found.best.label if found else str(choice.layout),
@@ -97,13 +105,15 @@ def _plan_trtllm(case: Case) -> _Planned:
         "topology": placement,
         "findings": [asdict(item) for item in findings],
         "warnings": [
-            *_notes(case, found), *reuse_notes(reuse), *placement_notes(placement, choice.setup),
+            *_notes(case, found, split), *reuse_notes(reuse), *placement_notes(placement, choice.setup),
             *(item.text for item in findings if item.level == WARN),
         ],
         "not_checked": ["Nothing here ran on a GPU: limits come from arithmetic and from published measurements."],
     }
     if found:
         report |= speed_report(case, found)
+    if split:
+        report |= {"layout": split.split.label, "predicted": {**report["predicted"], **split_report(split)}}
     title = f"{case.config.model.title} on {case.hw.title}: memory of one rank"
     return _Planned(deploy, report, memory_svg(rank_bars(choice.setup), title))
 
@@ -118,15 +128,22 @@ _PLANNERS = {"torch": _plan_torch, "trtllm": _plan_trtllm}
 """Engine -> its planner. A new engine is a new entry."""
 
 
+def _checked(setups: Sequence[Setup], case: Case) -> list[Finding]:
+    """What the rules say of them, once each; ConfigError where one refuses."""
+    findings = list(dict.fromkeys(item for setup in setups for item in check(setup)))
+    _refuse([f"{item.text} [{item.source}]" for item in findings if item.level == REFUSE], case)
+    return findings
+
+
 def _refuse(problems: list[str], case: Case | None = None) -> None:
     if problems:
         raise ConfigError("\n".join(problems + ([nearest(case)] if case else [])))
 
 
-def _notes(case: Case, found: Found | None) -> list[str]:
+def _notes(case: Case, found: Found | None, split: SplitChoice | None) -> list[str]:
     """What the request itself should be told."""
     notes = [f"{case.cut}."] if case.cut else []
-    if found and found.best.candidate.replicas > 1:
+    if found and not split and found.best.candidate.replicas > 1:
         count, gpus = found.best.candidate.replicas, found.best.setup.layout.world_size
         notes.append(
             f"The package holds one instance, which takes {gpus} GPU{'s' if gpus > 1 else ''}: start {count} servers on it, "
@@ -136,6 +153,8 @@ def _notes(case: Case, found: Found | None) -> list[str]:
     if any(value is not None for value in asdict(case.limits).values()):
         if found is None:
             notes.append("slo.* is not predicted for this hardware or pipeline parallelism: only published recipes decide.")
+        elif split:
+            notes += [] if split.meets_slo else [f"{case.asked} is within reach only at the favourable end of the prediction."]
         elif not found.meets_slo:
             low, high = found.best.prediction.interval
             more = f" hw.num_nodes={found.nodes_needed} is predicted to do." if found.nodes_needed else ""
@@ -145,39 +164,6 @@ def _notes(case: Case, found: Found | None) -> list[str]:
                 f"{found.best.tokens_per_second:,.0f} tokens/s. Measure before you promise it.{more}"
             )
     return notes
-
-
-def _deploy(case: Case, choice: Choice) -> dict[str, Any]:
-    layout = choice.layout
-    instances = next((item.value for item in choice.decisions if item.name == "instances"), 1)
-    places = rank_places(case.hw, layout.world_size, instances)
-    return {
-        "engine": "trtllm",
-        "hardware": case.hw.title,
-        "sm": case.hw.sm,
-        "expert_format": case.expert_format,
-        "isl": case.isl,
-        "tp": layout.tp,
-        "ep": layout.ep,
-        "pp": layout.pp,
-        "attention_dp": layout.attention_dp,
-        "num_devices": layout.world_size,
-        "instances": instances,
-        "gpus_per_node": case.hw.num_devices,
-        "nodes": 1 + max(place["node"] for place in places),
-        "max_batch_size": choice.setup.max_batch_size,
-        "max_num_tokens": choice.setup.max_num_tokens,
-        "max_seq_len": choice.setup.max_seq_len,
-        "kv_cache_dtype": case.kv_format,
-        "tokens_per_block": tokens_per_block(case.arch, case.hw.sm or 0),
-        "free_gpu_memory_fraction": choice.setup.fraction,
-        "cuda_graph_max_batch_size": choice.value("cuda_graph_max_batch_size"),
-        "stream_interval": choice.value("stream_interval"),
-        "chunked_prefill": choice.setup.chunked_prefill,
-        "mtp": choice.setup.mtp,
-        "moe_backend": choice.setup.moe_backend,
-        "placement": places,
-    }
 
 
 def _subject(case: Case) -> dict[str, Any]:

@@ -16,26 +16,35 @@ from pipeline.core.stage import StageContext
 from pipeline.engines.trtllm import installed_version
 from pipeline.engines.trtllm.environment import environment
 from pipeline.engines.trtllm.llm_args import render, to_yaml
+from pipeline.engines.trtllm.roles import arguments_file, described, roles_of, server_config
 from pipeline.engines.trtllm.versions import VersionLine, version_line
+from pipeline.engines.trtllm.warm import warm
 
 __all__ = ["build", "link_tree"]
 
+Args = dict[str, Any]
+
 
 def build(ctx: StageContext) -> None:
-    """Write llm_args.yaml, environment.json, checkpoint.json, checkpoint/ (hard links) and engine.json."""
+    """Write the LLM arguments of every role, environment.json, checkpoint.json, checkpoint/ (hard links) and engine.json."""
     assert ctx.config.engine.trtllm is not None
     line = version_line(ctx.config.engine.trtllm.version)
     deploy = read_json(ctx.inputs["plan"] / "deploy.json")
-    args = render(deploy, line)
+    roles = roles_of(deploy)
+    arguments = {role["role"]: render(role, line) for role in roles}
     files = link_tree(ctx.inputs["convert"], ctx.out / "checkpoint")
-    validated = _validate(args, ctx.out / "checkpoint", line)
-    write_atomic(ctx.out / "llm_args.yaml", to_yaml(args).encode())
-    write_json(ctx.out / "environment.json", environment(deploy, line))
+    validated = [_validate(args, ctx.out / "checkpoint", line) for args in arguments.values()]
+    variables = environment(deploy, line)
+    _write_arguments(ctx.out, roles, arguments)
+    write_json(ctx.out / "environment.json", variables)
     write_json(ctx.out / "checkpoint.json", {"folder": "checkpoint", "files": files, "from": "convert"})
-    not_run = _not_run(validated, deploy["hardware"])
+    warmed = ctx.config.engine.trtllm.warm and warm(ctx.out, arguments, variables, ctx.progress)
+    not_run = _not_run(all(validated), bool(warmed), deploy["hardware"])
     write_json(ctx.out / "engine.json", {
-        "kind": "trtllm", "line": line.line, "triton_containers": line.triton_containers,
-        "num_devices": deploy["num_devices"], "validated_by_engine": validated, "not_run": not_run,
+        "kind": "trtllm", "line": line.line, "triton_containers": line.triton_containers, "serving": deploy["serving"],
+        "num_devices": sum(role["count"] * role["num_devices"] for role in roles),
+        "instances": [described(role) for role in roles], "quantization": _quantization(files),
+        "validated_by_engine": all(validated), "warmed": warmed or None, "not_run": not_run,
     })  # fmt: skip
     ctx.progress.note(not_run)
 
@@ -57,7 +66,21 @@ def link_tree(source: Path, target: Path) -> dict[str, int]:
     return sizes
 
 
-def _validate(args: dict[str, Any], checkpoint: Path, line: VersionLine) -> bool:
+def _write_arguments(out: Path, roles: list[dict[str, Any]], arguments: dict[str, Args]) -> None:
+    for name, args in arguments.items():
+        file = out / arguments_file(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, to_yaml(args).encode())
+    if "aggregated" not in arguments:
+        write_atomic(out / "disaggregated.yaml", to_yaml(server_config(roles, arguments)).encode())
+
+
+def _quantization(files: dict[str, int]) -> str | None:
+    """The file of the checkpoint that says how it is quantised."""
+    return next((name for name in ("hf_quant_config.json", "config.json") if name in files), None)
+
+
+def _validate(args: Args, checkpoint: Path, line: VersionLine) -> bool:
     """Let TensorRT-LLM's own model of the arguments judge them, where it is installed in the line's version."""
     installed = installed_version()
     if installed is None or not f"{installed}.".startswith(f"{line.line}."):
@@ -72,8 +95,10 @@ def _validate(args: dict[str, Any], checkpoint: Path, line: VersionLine) -> bool
     return True
 
 
-def _not_run(validated: bool, hardware: str) -> str:
+def _not_run(validated: bool, warmed: bool, hardware: str) -> str:
     """One line on what this build did not do."""
+    if warmed:
+        return f"Validated by TensorRT-LLM's TorchLlmArgs, loaded and warmed here; not served on {hardware}."
     if validated:
         return f"Validated by TensorRT-LLM's TorchLlmArgs; not loaded or served on {hardware}."
     return (

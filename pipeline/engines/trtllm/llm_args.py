@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.core.errors import StageError
+from pipeline.core.errors import ConfigError, StageError
 from pipeline.engines.trtllm.arguments import problems
 from pipeline.engines.trtllm.versions import VersionLine
 
@@ -20,36 +20,89 @@ __all__ = ["check", "render", "to_yaml"]
 
 BALANCE = {"enable_balance": True, "timeout_iters": 60, "batching_wait_iters": 0}
 """Of every attention-DP recipe of NVIDIA's (examples/configs/database)."""
+KV_DTYPES = {"fp8": "fp8", "nvfp4": "nvfp4"}
+TRANSFER_MS = 60_000
+"""The default of 1.3."""
 
 
-def render(deploy: dict[str, Any], line: VersionLine) -> dict[str, Any]:
-    """deploy.json as arguments of `tensorrt_llm.LLM`; StageError if the line does not take them."""
-    args: dict[str, Any] = {
-        "tensor_parallel_size": deploy["tp"],
-        "moe_expert_parallel_size": deploy["ep"],
-        "pipeline_parallel_size": deploy["pp"],
-        "enable_attention_dp": deploy["attention_dp"],
-        "max_batch_size": deploy["max_batch_size"],
-        "max_num_tokens": deploy["max_num_tokens"],
-        "max_seq_len": deploy["max_seq_len"],
-        "kv_cache_config": {
-            "dtype": "fp8" if deploy["kv_cache_dtype"] == "fp8" else "auto",
-            "free_gpu_memory_fraction": deploy["free_gpu_memory_fraction"],
-        },
-        "moe_config": {"backend": deploy["moe_backend"]},
-        "cuda_graph_config": {"enable_padding": True, "max_batch_size": deploy["cuda_graph_max_batch_size"]},
-        "stream_interval": deploy["stream_interval"],
-        "trust_remote_code": False,
-    }
-    if deploy["attention_dp"] and "attention_dp_config" in line.fields:
-        args["attention_dp_config"] = dict(BALANCE)
-    if deploy.get("chunked_prefill"):
-        args["enable_chunked_prefill"] = True
-    if deploy["mtp"]:
-        args["speculative_config"] = {"decoding_type": "MTP", line.mtp_key: deploy["mtp"]}
+def render(role: Mapping[str, Any], line: VersionLine) -> dict[str, Any]:
+    """One role of deploy.json (`roles.roles_of`) as arguments of `tensorrt_llm.LLM`.
+
+    Raises:
+        ConfigError: engine.trtllm.args sets what the plan chooses.
+        StageError: the line does not take the arguments.
+    """
+    args = {**_limits(role), **_optional(role, line)}
+    _merge(args, role.get("args") or {}, "")
     if refused := check(args, line):
         raise StageError(f"TensorRT-LLM {line.line} does not take these arguments: {'; '.join(refused)}.")
     return args
+
+
+def _limits(role: Mapping[str, Any]) -> dict[str, Any]:
+    """What every instance has."""
+    graphs = role["cuda_graph_max_batch_size"]
+    return {
+        "tensor_parallel_size": role["tp"],
+        "moe_expert_parallel_size": role["ep"],
+        "pipeline_parallel_size": role["pp"],
+        "enable_attention_dp": role["attention_dp"],
+        "max_batch_size": role["max_batch_size"],
+        "max_num_tokens": role["max_num_tokens"],
+        "max_seq_len": role["max_seq_len"],
+        "kv_cache_config": {
+            "dtype": KV_DTYPES.get(role["kv_cache_dtype"], "auto"),
+            "free_gpu_memory_fraction": role["free_gpu_memory_fraction"],
+        },
+        "moe_config": {"backend": role["moe_backend"]},
+        "cuda_graph_config": {"enable_padding": True, "max_batch_size": graphs} if graphs else None,
+        "stream_interval": role["stream_interval"],
+        "trust_remote_code": False,
+    }
+
+
+def _optional(role: Mapping[str, Any], line: VersionLine) -> dict[str, Any]:
+    """What differs from the engine's default in some deployments; nested tables are those of `_limits` with more."""
+    args: dict[str, Any] = {}
+    base = _limits(role)
+    if role["attention_dp"] and role.get("balanced", True) and "attention_dp_config" in line.fields:
+        args["attention_dp_config"] = dict(BALANCE)
+    if role.get("chunked_prefill"):
+        args["enable_chunked_prefill"] = True
+    if role["mtp"]:
+        args["speculative_config"] = {"decoding_type": "MTP", line.mtp_key: role["mtp"]}
+    if not role.get("block_reuse", True):
+        args["kv_cache_config"] = {**base["kv_cache_config"], "enable_block_reuse": False}
+    if not role.get("overlap", True):
+        args["disable_overlap_scheduler"] = True
+    if slots := role.get("expert_slots"):
+        balancer = {"num_slots": slots, "layer_updates_per_iter": role["expert_updates"]}
+        args["moe_config"] = {**base["moe_config"], "load_balancer": balancer}
+    if role.get("transfer"):
+        args["cache_transceiver_config"] = _transceiver(role, line)
+    return args
+
+
+def _transceiver(role: Mapping[str, Any], line: VersionLine) -> dict[str, Any]:
+    """A buffer for the longest prompt, and a deadline, where the line has one: a lost notice else hangs for good."""
+    known = line.section("CacheTransceiverConfig")
+    name = role["transfer"]
+    table = {"backend": name if name in known["backend"].words else name.lower(), "max_tokens_in_buffer": role["transfer_tokens"]}
+    return table | ({"kv_transfer_timeout_ms": TRANSFER_MS} if "kv_transfer_timeout_ms" in known else {})
+
+
+def _merge(args: dict[str, Any], more: Mapping[str, Any], prefix: str) -> None:
+    """Add the user's own arguments; none may be there already."""
+    for key, value in more.items():
+        if key not in args:
+            args[key] = value
+        elif isinstance(args[key], dict) and isinstance(value, Mapping):
+            _merge(args[key], value, f"{prefix}{key}.")
+        else:
+            raise ConfigError(
+                f"engine.trtllm.args.{prefix}{key}={value}, but the plan chooses {prefix}{key}={args[key]}: leave it out; "
+                f"parallel.*, workload.*, slo.* and engine.trtllm.* decide it."
+            )
 
 
 def check(args: Mapping[str, Any], line: VersionLine) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ from pipeline.planner.perf import Disaggregated, Machine, PerfCase, decode_only,
 from pipeline.planner.search.front import pareto
 from pipeline.planner.search.score import perf_case
 from pipeline.planner.search.space import Candidate
-from pipeline.planner.setup import Layout
+from pipeline.planner.setup import Layout, Setup
 
 __all__ = ["Split", "splits"]
 
@@ -35,6 +36,10 @@ class Split:
     tokens_per_gpu: float
     """Over all GPUs that are paid for."""
     nodes: int
+    paid: int
+    """GPUs."""
+    setups: tuple[Setup, Setup]
+    """A prefill and a decode instance, as they are started."""
 
     @property
     def label(self) -> str:
@@ -43,8 +48,13 @@ class Split:
         return f"{self.counts[0]}P x {self.prefill}, {self.counts[1]}D x {self.decode}{drafts}"
 
 
-def splits(candidates: Sequence[Candidate], concurrency: int | None) -> list[Split]:
-    """The Pareto front of splits of the same GPUs, fastest user first; empty where two instances do not fit."""
+def splits(
+    candidates: Sequence[Candidate], concurrency: int | None, asked: tuple[int | None, int | None] = (None, None)
+) -> list[Split]:
+    """The Pareto front of splits of the same GPUs, fastest user first; empty where two instances do not fit.
+
+    `asked` are the numbers of prefill and decode instances; None leaves them open.
+    """
     total, nodes = candidates[0].paid, candidates[0].nodes
     shapes = _shapes(candidates, total)
     if not shapes:
@@ -55,12 +65,14 @@ def splits(candidates: Sequence[Candidate], concurrency: int | None) -> list[Spl
     rate = prefill_rate(fill).prompts_per_second
     found = []
     for (second, mtp), case in cases.items():
-        for counts in _counts(total, first.world_size, second.world_size, rate, case):
+        for counts in _counts(total, first.world_size, second.world_size, rate, case, asked):
             used = counts[0] * first.world_size + counts[1] * second.world_size
             for load in _loads(concurrency, counts[1] * second.cache_ranks, shapes[second, mtp].sequences):
                 result = disaggregate(fill, case, counts, load)
                 if result.bound != "prefill" or concurrency:  # prompts that queue without end are no operating point
-                    found.append(Split(first, second, counts, mtp, load, result, result.tokens_per_gpu * used / total, nodes))
+                    setups = _context(shapes, first, mtp, fill), _generation(shapes[second, mtp], counts[1], load)
+                    rate_of_all = result.tokens_per_gpu * used / total
+                    found.append(Split(first, second, counts, mtp, load, result, rate_of_all, nodes, total, setups))
     chosen = pareto([split.result.tpot_ms for split in found], [split.tokens_per_gpu for split in found])
     return [found[at] for at in chosen]
 
@@ -92,9 +104,33 @@ def _prefill(cases: dict[Layout, PerfCase]) -> tuple[Layout, PerfCase]:
     return best, fills[best]
 
 
-def _counts(total: int, first: int, second: int, rate: float, decode: PerfCase) -> list[tuple[int, int]]:
+def _context(shapes: dict[tuple[Layout, int], Candidate], layout: Layout, mtp: int, fill: PerfCase) -> Setup:
+    """A prefill instance: whole prompts, no decode step to capture or to overlap with, drafts only for their cache."""
+    item = shapes.get((layout, mtp)) or next(item for (other, _), item in shapes.items() if other == layout)
+    tokens = int(fill.max_num_tokens)
+    return replace(
+        item.setup, role="prefill", mtp=mtp, max_num_tokens=tokens, max_batch_size=max(1, tokens // max(1, int(fill.isl))),
+        concurrency=None, graph_batch=0, overlap=False, transfer=item.setup.transfer or "DEFAULT",
+    )  # fmt: skip
+
+
+def _generation(item: Candidate, count: int, load: int) -> Setup:
+    """A decode instance: its share of the requests, whose caches come from the prefill side."""
+    share = math.ceil(load / count)
+    batch = max(1, min(math.ceil(share / item.setup.layout.cache_ranks), item.sequences, LARGEST_BATCH))
+    tokens = math.ceil(batch * (1 + item.setup.mtp) / 64) * 64
+    return replace(
+        item.setup, role="decode", max_num_tokens=tokens, max_batch_size=batch, concurrency=share,
+        transfer=item.setup.transfer or "DEFAULT",
+    )  # fmt: skip
+
+
+def _counts(
+    total: int, first: int, second: int, rate: float, decode: PerfCase, wanted: tuple[int | None, int | None]
+) -> list[tuple[int, int]]:
     """The split that balances the two sides at a full batch, and those beside it; every GPU in use that can be."""
     options = [(p, (total - p * first) // second) for p in range(1, total // first + 1) if total - p * first >= second]
+    options = [(p, wanted[1] or d) for p, d in options if wanted[0] in (None, p) and d >= (wanted[1] or 1)]
     batch = float(decode.max_batch_size or 1) * (decode.tp if decode.attention_dp else 1)
     asked = batch / (decode.osl * float(decode_only(decode, np.array([batch]))[0]) / 1e3)  # requests/s of one decode instance
     options.sort(key=lambda counts: abs(np.log(counts[0] * rate / (counts[1] * asked))))

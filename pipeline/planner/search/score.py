@@ -105,4 +105,5 @@ def perf_case(item: Candidate, machine: Machine) -> PerfCase:
         ep=setup.layout.ep, attention_dp=setup.layout.attention_dp, concurrency=item.in_instance, isl=setup.isl, osl=setup.osl,
         mtp=setup.mtp, engine=setup.version, moe_backend=setup.moe_backend, max_batch_size=setup.max_batch_size,
         max_num_tokens=setup.max_num_tokens, piecewise_graphs=setup.piecewise, kv_tokens=item.kv_tokens,
+        without=frozenset() if setup.captured else frozenset({"cuda_graph"}),
     )  # fmt: skip

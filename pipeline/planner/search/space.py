@@ -118,7 +118,7 @@ def _setup(case: Case, layout: Layout, mtp: int) -> Setup:
         moe_backend=moe_backend(case, layout).value, max_batch_size=1,
         max_num_tokens=min(CHUNKS) if chunked else _round_up(case.longest_prompt + 1 + mtp, 64), chunked_prefill=chunked,
         max_seq_len=min(case.longest + MARGIN_TOKENS, case.arch.max_position_embeddings),
-        balanced=case.balanced, isl=case.isl, osl=case.osl,
+        isl=case.isl, osl=case.osl, **case.engine_limits,
     )  # fmt: skip
 
 
