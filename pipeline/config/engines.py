@@ -10,9 +10,9 @@ from omegaconf import MISSING
 from pipeline.core.errors import ConfigError
 from pipeline.core.limits import MOST_TOKENS, limited
 
-__all__ = ["DEVICES", "EngineConfig", "TorchEngineConfig", "TrtllmEngineConfig"]
+__all__ = ["DEVICES", "EngineConfig", "TorchEngineConfig", "TrtllmEngineConfig", "VllmEngineConfig"]
 
-ENGINES = ("torch", "trtllm")
+ENGINES = ("torch", "trtllm", "vllm")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
 COMPILERS = ("auto", "aoti", "export")
@@ -84,12 +84,29 @@ class TrtllmEngineConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class VllmEngineConfig:
+    """vLLM: a bundle of checkpoint, engine arguments and environment."""
+
+    version: str = "0.27"
+    """Version, or its first two numbers, of the container that will serve it; 0.10 or later."""
+    mtp: int = limited(0, least=0, most=8, hint="0 is off, 1 is usual")
+    """Draft tokens a step by the model's own MTP layer."""
+    gpu_memory_utilization: float = limited(0.9, above=0, below=1, hint="0.9 is usual")
+    """Share of each GPU's memory that vLLM takes for weights, activations and KV cache."""
+    max_num_batched_tokens: int = limited(8192, least=1, most=MOST_TOKENS)
+    """Tokens of one step; a longer prompt takes several, between which others decode."""
+    enable_prefix_caching: bool = True
+    """Whether requests share the cache of equal beginnings."""
+
+
+@dataclass(slots=True, kw_only=True)
 class EngineConfig:
     """Which runtime computes the tokens; only the section of `kind` is filled."""
 
     kind: str = limited(MISSING, one_of=ENGINES)
     torch: TorchEngineConfig | None = None
     trtllm: TrtllmEngineConfig | None = None
+    vllm: VllmEngineConfig | None = None
 
     def __post_init__(self) -> None:
         if self.kind in ENGINES and getattr(self, self.kind) is None:

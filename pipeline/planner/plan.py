@@ -28,6 +28,7 @@ from pipeline.planner.search.choice import choice_of, speed_report
 from pipeline.planner.search.split import SplitChoice, split_of, split_report
 from pipeline.planner.setup import Setup
 from pipeline.planner.torch_limits import torch_decisions, torch_deploy, torch_memory, torch_rules, torch_warnings
+from pipeline.planner.vllm_limits import RESERVE, VllmCase
 
 __all__ = ["Plan", "make_plan"]
 
@@ -118,13 +119,29 @@ def _plan_trtllm(case: Case) -> _Planned:
     return _Planned(deploy, report, memory_svg(rank_bars(choice.setup), title))
 
 
+def _plan_vllm(case: Case) -> _Planned:
+    asked = VllmCase(case)
+    _refuse(asked.problems())
+    rows = [_row(name, size, case.formats.get(name, "bf16")) for name, size in asked.memory.weights.items() if size]
+    rows += [_row("reserve (assumed)", RESERVE), _row("kv_cache", asked.cache, case.kv_format)]
+    report = {
+        "layout": str(asked.layout),
+        "memory": {"rows": rows, "total": sum(row["bytes"] for row in rows), "visible": asked.memory.visible},
+        "limits": [],
+        "decisions": _decisions(asked.decisions()),
+        "warnings": [*([f"{case.cut}."] if case.cut else []), *asked.notes()],
+        "not_checked": ["Nothing here ran on a GPU or was judged by vLLM."],
+    }
+    return _Planned(asked.deploy(), report)
+
+
 def _chosen(case: Case) -> tuple[Choice, Found | None]:
     """By predicted speed; by the published recipes where it cannot be predicted, or where nothing fits and rules say why."""
     found = search(case) if searchable(case) else None
     return (choice_of(case, found) if found else choose(case)), found
 
 
-_PLANNERS = {"torch": _plan_torch, "trtllm": _plan_trtllm}
+_PLANNERS = {"torch": _plan_torch, "trtllm": _plan_trtllm, "vllm": _plan_vllm}
 """Engine -> its planner. A new engine is a new entry."""
 
 

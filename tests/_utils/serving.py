@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from pipeline.config.engines import VllmEngineConfig
 from pipeline.config.schema import Config, EngineConfig, ModelConfig, ServeConfig, TorchEngineConfig
 from pipeline.core.stage import StageContext
+from pipeline.engines.vllm.arguments import render as arguments_of_vllm
 from pipeline.stages import package
 
 MODEL_CODE = Path(__file__).resolve().parents[2] / "triton_repo" / "torch" / "1"
 FAKE_RUNTIME = Path(__file__).with_name("fake_runtime.py")
 FAKE_TENSORRT_LLM = Path(__file__).with_name("fake_tensorrt_llm.py")
+FAKE_VLLM_BACKEND = Path(__file__).with_name("fake_vllm_backend.py")
 if str(MODEL_CODE) not in sys.path:
     sys.path.append(str(MODEL_CODE))
 
@@ -78,6 +82,35 @@ def write_fake_bundle(folder: Path, **arguments: Any) -> Path:
     settings = {"tensor_parallel_size": 2, "enable_attention_dp": False, "max_batch_size": 4, "max_seq_len": 512} | arguments
     (folder / "llm_args.yaml").write_text(json.dumps(settings))
     return folder
+
+
+def write_fake_vllm_bundle(folder: Path, **arguments: Any) -> Path:
+    """What the engine stage of vLLM leaves, as far as a layout reads it: real arguments over a checkpoint without weights."""
+    (folder / "checkpoint").mkdir(parents=True)
+    (folder / "checkpoint" / "config.json").write_text("{}")
+    deploy = {
+        "tp": 2, "pp": 1, "ep": 2, "attention_dp": False, "max_seq_len": 512, "max_batch_size": 4, "max_num_tokens": 8192,
+        "gpu_memory_utilization": 0.9, "kv_cache_dtype": "fp8", "tokens_per_block": 64, "mtp": 1,
+    }  # fmt: skip
+    args = arguments_of_vllm(deploy, VllmEngineConfig(), "modelopt_fp4") | arguments
+    (folder / "engine_args.json").write_text(json.dumps(args))
+    return folder
+
+
+def with_vllm_backend(command: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """`server._command` that puts the double of the vLLM backend beside the python backend."""
+
+    def wrapped(installation: Any, endpoint: Any, work: Path, prefix: str) -> list[str]:
+        words = command(installation, endpoint, work, prefix)
+        library = work / "backends" / "python" / "libtriton_python.so"
+        real = library.resolve()
+        library.unlink()
+        shutil.copyfile(real, library)  # Guard: a backend written in Python may not lead out of the folder
+        (work / "backends" / "vllm").mkdir()
+        shutil.copyfile(FAKE_VLLM_BACKEND, work / "backends" / "vllm" / "model.py")
+        return words
+
+    return wrapped
 
 
 def add_tensorrt_llm(version: Path) -> None:
