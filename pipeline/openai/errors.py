@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["ApiError", "from_triton"]
 
-QUEUE_FULL = re.compile(r"requests wait already|maximum queue size", re.IGNORECASE)
+QUEUE_FULL = re.compile(r"requests wait already|requests run or wait|maximum queue size", re.IGNORECASE)
 TOO_LONG = re.compile(
     r"max_seq_len|max_num_tokens|max_input_len|max_model_len|maximum (context|sequence|input|model) length|prompt length",
     re.IGNORECASE,

@@ -65,7 +65,7 @@ def gateway_command(serve: ServeConfig, source: Path | None, emit: Callable[[str
         raise ConfigError("The gateway needs the model's tokenizer: name its folder as serve.tokenizer=DIR.")
     settings = Settings(
         grpc=endpoint.grpc,
-        model=_entry(endpoint, models),
+        model=entry(list(models)),
         tokenizer=folder,
         metrics_url=endpoint.metrics_url,
         api_key=api_key(serve.openai_api_key_env),
@@ -104,7 +104,7 @@ def beside(serve: ServeConfig, endpoint: Endpoint, models: Iterable[str], reposi
         yield None
         return
     api_key(serve.openai_api_key_env)
-    model = serve.model_name or _entry(endpoint, models)
+    model = serve.model_name or entry(list(models))
     tokenizer = Path(serve.tokenizer) if serve.tokenizer else tokenizer_folder(repository, model)
     words = command(serve, endpoint, model, tokenizer)
     process = subprocess.Popen(
@@ -121,11 +121,6 @@ def beside(serve: ServeConfig, endpoint: Endpoint, models: Iterable[str], reposi
             process.wait(GRACE + 5)
         process.kill()
         process.wait()
-
-
-def _entry(endpoint: Endpoint, models: Iterable[str]) -> str:
-    """The model that no other calls."""
-    return entry({name: endpoint.config(name) for name in models})
 
 
 async def _serve(settings: Settings, host: str, port: int, emit: Callable[[str], None]) -> None:
