@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, prod
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from pipeline.checkpoint.conversion import Step, not_finite
 from pipeline.checkpoint.flow import Flow
 from pipeline.checkpoint.problems import refuse
+from pipeline.checkpoint.reader import DTYPES
 from pipeline.checkpoint.recipe import Recipe
 from pipeline.checkpoint.tasks import ROWS, Part, row_units, unit_rows
 from pipeline.formats import Format, fast, on_gpu
@@ -20,10 +21,8 @@ from pipeline.formats.numerics import BF16, Array
 from pipeline.layouts import stored_as
 from pipeline.layouts.modelopt import MODELOPT
 
-__all__ = ["Amaxes", "Arithmetic", "Put", "Scratch"]
+__all__ = ["Amaxes", "Arithmetic", "Scratch", "Sink"]
 
-Put = Callable[[str, int, Array], None]
-"""Takes a piece of an output tensor: the tensor's name, the offset in it in bytes, the array."""
 Scratch = dict[tuple[Any, ...], Mapping[str, Array]]
 """Arrays of one thread to write results into, by what they are for: fresh memory costs more than the arithmetic."""
 MAX_KINDS = 8
@@ -31,6 +30,16 @@ STRIP_ELEMENTS = 1 << 22
 """Elements converted at a time: few enough for temporaries, and enough to forget what a call costs."""
 MEASURED_ELEMENTS = 1 << 24
 """Elements measured at a time, which writes nothing."""
+
+
+class Sink(Protocol):
+    """Takes pieces of output tensors: the tensor's name, the offset in it in bytes, the array."""
+
+    def put(self, name: str, offset: int, array: Array) -> None:
+        """A finished piece, which may be the array of its `room`."""
+
+    def room(self, name: str, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
+        """The memory where the piece belongs, to be filled and then put; None where it is not one array."""
 
 
 class Amaxes:
@@ -74,39 +83,40 @@ class Arithmetic:
             if step.needs_amax:
                 self.amaxes.add(step.entry.name, amax, rows.stop - rows.start)
 
-    def convert(self, part: Part, stored: Mapping[str, Array], put: Put, scratch: Scratch) -> None:
+    def convert(self, part: Part, stored: Mapping[str, Array], sink: Sink, scratch: Scratch) -> None:
         """Bring the part's new tensors: strip by strip where their form goes by rows, otherwise at once."""
         step, entry = part.step, part.step.entry
         if step.copies:
             for item, array in zip(part.sources, stored.values(), strict=True):
                 if part.first or item.offset:
-                    put(item.info.name, item.offset, array)
+                    sink.put(item.info.name, item.offset, array)
             return
         amax = self._amax(step) if step.needs_amax else 0.0
         joins = len(entry.shape) == 2 and not row_units(step.form) and not step.relays
-        strips = self._converted(part, stored, amax, {} if joins else scratch)
+        strips = self._converted(part, stored, amax, *((None, {}) if joins else (sink, scratch)))
         if joins:
             strips = iter([(slice(0, entry.shape[0]), _joined(step.target, [tensors for _, tensors in strips]))])
         for rows, tensors in strips:
             for suffix, offset, array in _stored(step, rows, tensors):
-                put(entry.name if len(step.outputs) == 1 else f"{entry.place.module}.{suffix}", offset, array)
+                sink.put(_name(step, suffix), offset, array)
 
     def _converted(
-        self, part: Part, stored: Mapping[str, Array], amax: float, scratch: Scratch
+        self, part: Part, stored: Mapping[str, Array], amax: float, sink: Sink | None, scratch: Scratch
     ) -> Iterator[tuple[slice, Mapping[str, Array]]]:
-        """Rows with the target's tensors for them, which hold until the next strip where there is `scratch`."""
+        """Rows with the target's tensors for them, in the rooms of `sink` or else in `scratch`, until the next strip."""
         target, shape = self.recipe.searching(part.step.target), part.step.entry.shape
         for rows, tensors in _strips(part, stored):
             kind = (target.name, rows.stop - rows.start, *shape[1:])
-            new = self._new(part.step, target, tensors, amax, scratch.get(kind))
+            rooms = _rooms(part.step, rows, sink) if sink else {}
+            new = self._new(part.step, target, tensors, amax, {**scratch.get(kind, {}), **rooms})
             if len(shape) == 2 and not part.step.relays and len(scratch) < MAX_KINDS:
-                scratch[kind] = new
+                scratch[kind] = {suffix: array for suffix, array in new.items() if suffix not in rooms}
             yield rows, new
 
     def _new(
-        self, step: Step, target: Format, tensors: Mapping[str, Array], amax: float, out: Mapping[str, Array] | None
+        self, step: Step, target: Format, tensors: Mapping[str, Array], amax: float, out: Mapping[str, Array]
     ) -> Mapping[str, Array]:
-        """The target's own tensors, in the arrays of `out` if there are any."""
+        """The target's own tensors, in the arrays of `out` where there are any."""
         recipe = self.recipe
         if step.relays:
             return recipe.completed(target, tensors)
@@ -142,6 +152,24 @@ def _strips(part: Part, stored: Mapping[str, Array], elements: int = STRIP_ELEME
         rows = slice(start, min(start + fit, count))
         strip = {name: a[unit_rows(len(a), units[name], rows, count)] if units.get(name) else a for name, a in stored.items()}
         yield slice(begin + rows.start, begin + rows.stop), entry.form.load(strip, (rows.stop - rows.start, entry.shape[1]))
+
+
+def _name(step: Step, suffix: str) -> str:
+    """Of a stored tensor."""
+    return step.entry.name if len(step.outputs) == 1 else f"{step.entry.place.module}.{suffix}"
+
+
+def _rooms(step: Step, rows: slice, sink: Sink) -> dict[str, Array]:
+    """Where what goes by rows belongs, if the form stores the format's own tensors as they are."""
+    if step.form.fields or step.relays or len(step.entry.shape) != 2:
+        return {}
+    units, found = row_units(step.form), {}
+    for output in step.form.outputs("", (rows.stop - rows.start, step.entry.shape[1])):
+        dtype = DTYPES[output.dtype]
+        offset = rows.start // ROWS * units[output.suffix] * prod(output.shape[1:]) * dtype.itemsize
+        if units[output.suffix] and (room := sink.room(_name(step, output.suffix), offset, output.shape, dtype)) is not None:
+            found[output.suffix] = room
+    return found
 
 
 def _stored(step: Step, rows: slice, tensors: Mapping[str, Array]) -> Iterator[tuple[str, int, Array]]:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
 from pipeline.checkpoint.directio import DIRECT_FROM, aligned, allocate, open_direct, write_all
 from pipeline.checkpoint.writer import TensorPlan, lay_out, publish
 from pipeline.core.filehash import PIECE_BYTES, Facts, facts_of
+from pipeline.formats.numerics import Array
 
 __all__ = ["Block", "BlockPool", "ShardFile"]
 
@@ -88,20 +91,36 @@ class ShardFile:
 
     def begin(self) -> None:
         """Put the header in; it may fill a block."""
-        self.put(0, memoryview(self._header))
+        self._put(0, memoryview(self._header))
 
-    def put(self, offset: int, data: memoryview) -> None:
-        """Bytes of one range of the file, brought exactly once."""
+    def put(self, name: str, offset: int, array: Array) -> None:
+        """Bytes of one range of a tensor, brought exactly once."""
+        self._put(self.infos[name].start + offset, memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+
+    def room(self, name: str, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
+        """Where these bytes lie in a block, if they lie in one, in steps of their type."""
+        index, start = divmod(self.infos[name].start + offset, PIECE_BYTES)
+        count = prod(shape) * dtype.itemsize
+        if not count or start + count > PIECE_BYTES or start % dtype.itemsize:
+            return None
+        return np.frombuffer(self._block(index).memory[start : start + count], dtype).reshape(shape)
+
+    def _put(self, offset: int, data: memoryview) -> None:
         while data:
             index, start = divmod(offset, PIECE_BYTES)
             count = min(len(data), PIECE_BYTES - start)
-            with self._lock:
-                if index not in self._open:
-                    self._open[index] = Block(self, index, self._pool.take())
-                block = self._open[index]
-            np.copyto(np.frombuffer(block.memory[start : start + count], np.uint8), np.frombuffer(data[:count], np.uint8))
+            block = self._block(index)
+            place, brought = (np.frombuffer(part, np.uint8) for part in (block.memory[start : start + count], data[:count]))
+            if place.ctypes.data != brought.ctypes.data:  # not written into its room
+                np.copyto(place, brought)
             self._filled(block, count)
             data, offset = data[count:], offset + count
+
+    def _block(self, index: int) -> Block:
+        with self._lock:
+            if index not in self._open:
+                self._open[index] = Block(self, index, self._pool.take())
+            return self._open[index]
 
     def _filled(self, block: Block, count: int) -> None:
         with self._lock:

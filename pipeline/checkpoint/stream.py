@@ -14,10 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from pipeline.checkpoint.arithmetic import Amaxes, Arithmetic, Scratch
 from pipeline.checkpoint.blocks import Block, BlockPool, ShardFile
@@ -161,10 +158,9 @@ class _Run:
         for part, tensors in zip(task.parts, stored, strict=True):
             if part.measures:
                 self.arithmetic.measure(part, tensors)
-        put = partial(_put, self.files[task.shard])
         for part, tensors in zip(task.parts, stored, strict=True):
             if part.converts:
-                self.arithmetic.convert(part, tensors, put, scratch)
+                self.arithmetic.convert(part, tensors, self.files[task.shard], scratch)
 
     def write(self) -> None:
         """Thread: blocks to disk."""
@@ -185,11 +181,6 @@ class _Run:
         self.flow.join()
         for file in self.files.values():
             file.discard()
-
-
-def _put(file: ShardFile, name: str, offset: int, array: Array) -> None:
-    data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    file.put(file.infos[name].start + offset, data)
 
 
 @contextmanager
