@@ -82,6 +82,12 @@ class TrtllmEngineConfig:
     warm: bool = False
     """Whether `engine` starts the bundle once, to keep tuned tactics and compiled kernels; needs its GPUs and tensorrt_llm here."""
 
+    def __post_init__(self) -> None:
+        if self.backend == "tensorrt":
+            from pipeline.engines.trtllm.versions import require_pytorch
+
+            require_pytorch(self.version)
+
 
 @dataclass(slots=True, kw_only=True)
 class VllmEngineConfig:

@@ -95,7 +95,7 @@ def _plan_trtllm(case: Case) -> _Planned:
     deploy = deploy_of(case, choice, split)
     line = version_line(case.trtllm.version)
     emitted = [require_costed(render(role, line), setup) for role, setup in zip(roles_of(deploy), setups, strict=True)]
-    findings += [item for item in _checked(emitted, case) if item not in findings]
+    findings += [item for item in _checked(emitted) if item not in findings]
     reuse, placement = reuse_of(case, choice), placement_report(choice.setup)
     report = {
         "layout": found.best.label if found else str(choice.layout),
@@ -145,7 +145,7 @@ _PLANNERS = {"torch": _plan_torch, "trtllm": _plan_trtllm, "vllm": _plan_vllm}
 """Engine -> its planner. A new engine is a new entry."""
 
 
-def _checked(setups: Sequence[Setup], case: Case) -> list[Finding]:
+def _checked(setups: Sequence[Setup], case: Case | None = None) -> list[Finding]:
     """What the rules say of them, once each; ConfigError where one refuses."""
     findings = list(dict.fromkeys(item for setup in setups for item in check(setup)))
     _refuse([f"{item.text} [{item.source}]" for item in findings if item.level == REFUSE], case)

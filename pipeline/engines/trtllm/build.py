@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.core.errors import StageError
 from pipeline.core.jsonio import read_json, write_atomic, write_json
 from pipeline.core.stage import StageContext
-from pipeline.engines.trtllm import installed_version
+from pipeline.engines.trtllm import installed_as, installed_version
 from pipeline.engines.trtllm.environment import environment
 from pipeline.engines.trtllm.llm_args import render, to_yaml
 from pipeline.engines.trtllm.roles import arguments_file, described, roles_of, server_config
@@ -82,8 +82,7 @@ def _quantization(files: dict[str, int]) -> str | None:
 
 def _validate(args: Args, checkpoint: Path, line: VersionLine) -> bool:
     """Let TensorRT-LLM's own model of the arguments judge them, where it is installed in the line's version."""
-    installed = installed_version()
-    if installed is None or not f"{installed}.".startswith(f"{line.line}."):
+    if not installed_as(line.line):
         return False
     # NOTE: imports torch and CUDA libraries, so only here and only when the version fits.
     from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
@@ -91,7 +90,7 @@ def _validate(args: Args, checkpoint: Path, line: VersionLine) -> bool:
     try:
         TorchLlmArgs(model=str(checkpoint), **args)
     except ValueError as error:
-        raise StageError(f"TensorRT-LLM {installed} refuses the arguments: {error}") from error
+        raise StageError(f"TensorRT-LLM {installed_version()} refuses the arguments: {error}") from error
     return True
 
 

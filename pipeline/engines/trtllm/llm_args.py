@@ -33,9 +33,11 @@ def render(role: Mapping[str, Any], line: VersionLine) -> dict[str, Any]:
         StageError: the line does not take the arguments.
     """
     args = {**_limits(role), **_optional(role, line)}
-    _merge(args, role.get("args") or {}, "")
-    if refused := check(args, line):
-        raise StageError(f"TensorRT-LLM {line.line} does not take these arguments: {'; '.join(refused)}.")
+    own = role.get("args") or {}
+    _merge(args, own, "")
+    if found := "; ".join(check(args, line)).rstrip("?"):
+        refused = f"TensorRT-LLM {line.line} does not take these arguments: {found}."
+        raise ConfigError(f"{refused} See engine.trtllm.args.") if own else StageError(refused)
     return args
 
 

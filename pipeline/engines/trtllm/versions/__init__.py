@@ -15,7 +15,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.engines.trtllm.fields import Field, field_of
 from pipeline.engines.trtllm.tables import read_table, table_names
 
-__all__ = ["Union", "VersionLine", "known_lines", "later_lines", "release_order", "version_line"]
+__all__ = ["Union", "VersionLine", "known_lines", "later_lines", "release_order", "require_pytorch", "version_line"]
 
 Rows = Mapping[str, Any]
 _MERGED = ("fields", "sections", "unions", "environment_defaults", "aliases", "ignored")
@@ -132,6 +132,24 @@ def version_line(version: str) -> VersionLine:
             f"pipeline/engines/trtllm/versions/{line}.yaml."
         )
     return _line(line)
+
+
+def require_pytorch(version: str) -> None:
+    """For engine.trtllm.backend=tensorrt.
+
+    Raises:
+        ConfigError: always, with what became of that backend in `version`.
+    """
+    last = version_line(version).tensorrt_backend
+    release = version.count(".") > 1  # of a line, the newest is meant
+    there = last == "always" or (last != "never" and release and release_order(version) <= release_order(last))
+    gone = "is gone" if last in ("always", "never") else f"is gone after {last}"
+    what = (
+        "has it, for engines of trtllm-build, into which no script converts a DeepSeek-R1 checkpoint (TensorRT-LLM issue 9981)"
+        if there
+        else f"has none: it {gone} (legacy/tensorrt-backend-removal.md)"
+    )
+    raise ConfigError(f"engine.trtllm.backend=tensorrt: TensorRT-LLM {version} {what}. Set engine.trtllm.backend=pytorch.")
 
 
 @cache
