@@ -44,7 +44,7 @@ NVFP4 = dict.fromkeys(("dense_mlp", "shared_experts", "routed_experts"), "nvfp4"
 FORMATS = {"fp8": dict.fromkeys((*LINEAR_CLASSES, "mtp"), "fp8_block"), "fp4v1": NVFP4, "fp4v2": NVFP4 | {"o_proj": "nvfp4"}}
 CONFIGURATION = ("hw", "prec", "tp", "ep", "adp", "mtp", "moe", "pw", "img")
 MEANING = {
-    "base": "CUDA context, NCCL, workspaces, static tensors",
+    "base": "CUDA context, workspaces, static tensors",
     "graph": "each captured CUDA graph",
     "piecewise": "piecewise CUDA graphs",
     "piecewise_long": "more of them above 8,320 tokens; cause unknown",
@@ -55,6 +55,8 @@ MEANING = {
 SOURCES = [
     "server logs of zufayu/ClaudeSkillsE2EPerf @f655ecbe: DeepSeek-R1 on 8 B200, TensorRT-LLM 1.2.0rc6 to 1.3.0rc10",
     "NVIDIA/TensorRT-LLM tensorrt_llm/_torch/modules/fused_moe/fused_moe_deepgemm.py (workspace, chunk limit)",
+    "NVIDIA/nccl src/init.cc, src/transport/nvls.cc; issue 1685 (sizes of NCCL's buffers)",
+    "NVIDIA/TensorRT-LLM tensorrt_llm/plugin/plugin.py, tensorrt_llm/_torch/distributed/ops.py (all-reduce workspaces)",
 ]
 
 

@@ -8,6 +8,14 @@ Formulas
     the tokens of one chunk. Rows are those of all attention-DP ranks; more than twice the chunk limit (18,688 unless
     moe_config.max_num_tokens says otherwise) are cut into equal chunks (fused_moe_deepgemm.py). That is 42 GiB for TP8
     with 8,192 tokens and 10.5 GiB for ADP8+EP8: both measured within 0.3 GiB. It also keeps one scale a row, not a block.
+    NCCL, one communicator of all ranks: a ring takes on each channel a receive FIFO for three protocols (4 MiB; 8 x 512 x 8 x
+    16 bytes; 120 x 640 x 8 x 8 bytes), mapped as 10 MiB, and 2 MiB at the sender, the two sizes that NVIDIA/nccl issue 1685
+    logs; 32 channels on Blackwell and 24 on Hopper, as its INFO lines say. NVLink SHARP (3 ranks or more in one domain)
+    takes channels x 2 x 8 steps of 128 KiB for each rank: 24 channels on SM100, 16 on SM90 (src/transport/nvls.cc, src/init.cc).
+    All-reduce: 8 MB (16 MB up to 2 ranks) a rank, once for pushing and three times for the one-shot kernel (plugin.py
+    CustomAllReduceHelper), kept under attention DP, too (modeling_deepseekv3.py); an instance that spans nodes of one NVLink
+    domain has 3 x 2 buffers of MNNVL, 12 MB rounded up to whole rows (distributed/ops.py).
+    WIDEEP (MnnvlMoe): from each rank as many FIFOs of 8 x 256 KiB as half of the SMs serve (moeCommKernels.h).
     Activations: a peak a token, an estimate from their sizes; no start with few tokens was published.
 
 Constants (`memory_terms.json`, fitted by scripts/calibrate_memory.py): what a start takes beyond all that. They were
@@ -27,7 +35,7 @@ from numpy.typing import NDArray
 
 from pipeline.planner.setup import Setup
 
-__all__ = ["ACTIVATION_BYTES", "Amount", "engine_bytes", "features", "formulas", "graph_count", "terms"]
+__all__ = ["ACTIVATION_BYTES", "RING_CHANNEL", "Amount", "engine_bytes", "features", "formulas", "graph_count", "terms"]
 
 Amount = float | NDArray[np.float64]
 """A number, or one for each of several limits."""
@@ -40,6 +48,17 @@ ALL_TO_ALL = ("CUTLASS", "TRTLLM")
 """Backends that exchange tokens with NVLinkOneSided on SM100 and later; DEEPGEMM and CUTEDSL gather them."""
 FP4_SPREAD = 8
 """EP from which FP4 experts were seen to take more: TP8+EP8 did, TP4+EP4 and TP8+EP1 did not."""
+MIB = 2**20
+RING_CHANNEL = (10 + 2) * MIB
+"""One channel of an NCCL ring: the receiver's FIFOs and what the sender keeps, in pages of 2 MiB."""
+RING_CHANNELS = {90: 24}
+"""Collective channels of NCCL by SM where they are not Blackwell's 32."""
+NVLS_CHANNELS = {90: 16}
+"""Of NVLink SHARP, where they are not the 24 of SM100."""
+NVLS_STEPS = 2 * 8 * 128 * 1024
+"""Bytes of one channel and rank: a buffer to reduce and one to broadcast."""
+SMS = {90: 132}
+"""Streaming multiprocessors, where they are not B200's 148."""
 LONG_PREFILL = 8_320
 """Tokens above which piecewise graphs were seen to take more."""
 
@@ -83,8 +102,26 @@ def formulas(setup: Setup, tokens: Amount) -> dict[str, Amount]:
     parts: dict[str, Amount] = {"activations": ACTIVATION_BYTES * arch.hidden_size * tokens}
     if layout.attention_dp and layout.ep > 1 and setup.moe_backend in ALL_TO_ALL and (setup.hw.sm or 0) >= 100:
         parts["MoE all-to-all"] = layout.ep * tokens * (4 * arch.hidden_size + 8 * arch.num_experts_per_tok + 16)
+    if layout.ep > 1 and setup.moe_backend == "WIDEEP":
+        channels = max(1, SMS.get(setup.hw.sm or 0, 148) // 2 // (2 * math.ceil(layout.ep / 8)))
+        parts["MoE all-to-all"] = float(layout.ep * channels * 8 * 256 * 1024)
     if setup.moe_backend == "DEEPGEMM":
         parts["DEEPGEMM workspace"] = _deepgemm(setup, tokens)
+    return parts | _collectives(setup)
+
+
+def _collectives(setup: Setup) -> dict[str, Amount]:
+    """Buffers that NCCL and the engine's own all-reduce keep; none for one GPU."""
+    ranks, sm = setup.layout.tp, setup.hw.sm or 0
+    if ranks == 1:
+        return {}
+    parts: dict[str, Amount] = {"NCCL rings": float(RING_CHANNELS.get(sm, 32) * RING_CHANNEL)}
+    switched = min(ranks, setup.hw.nvlink_domain)
+    if switched > 2:
+        parts["NCCL NVLink SHARP"] = float(NVLS_CHANNELS.get(sm, 24) * NVLS_STEPS * switched)
+    parts["all-reduce"] = float((1 + 3) * ranks * (16_000_000 if ranks <= 2 else 8_000_000))
+    if setup.hw.num_devices < ranks <= setup.hw.nvlink_domain:
+        parts["all-reduce"] += 4 * 286_720 * 3 * 2 * 2  # 12 MB in rows that all hidden sizes divide, BF16
     return parts
 
 

@@ -15,11 +15,13 @@ COLOURS = {
     "routed experts": "#1f4e79", "attention": "#2e75b6", "shared experts": "#5b9bd5", "dense layers": "#9dc3e6",
     "embedding, head": "#bdd7ee", "MTP layer": "#7f6fb0", "other weights": "#d9e2ef", "kv_b (absorbed)": "#a9d18e",
     "runtime": "#c55a11", "activations": "#ed7d31", "CUDA graphs": "#f4b183", "MoE buffers": "#ffc000",
+    "NCCL, all-reduce": "#bf9000",
     "KV cache": "#548235", "left free": "#f2f2f2"
 }  # fmt: skip
 NAMES = {
     "routed_experts": "routed experts", "attention": "attention", "o_proj": "attention", "shared_experts": "shared experts",
     "dense_mlp": "dense layers", "embed": "embedding, head", "lm_head": "embedding, head", "mtp": "MTP layer",
+    "NCCL rings": "NCCL, all-reduce", "NCCL NVLink SHARP": "NCCL, all-reduce", "all-reduce": "NCCL, all-reduce",
     "MoE all-to-all": "MoE buffers", "DEEPGEMM workspace": "MoE buffers", "routed_experts (scales)": "routed experts",
 }  # fmt: skip
 """Component -> the part of the picture that it belongs to."""

@@ -15,7 +15,7 @@ import pytest
 from pipeline.config.load import load
 from pipeline.models.arch import Arch
 from pipeline.planner.memory import GIB, RankMemory, kv_bytes_per_token, kv_tokens, memory_of, stage_layers
-from pipeline.planner.overhead import formulas, graph_count, terms
+from pipeline.planner.overhead import RING_CHANNEL, formulas, graph_count, terms
 from pipeline.planner.params import LINEAR_CLASSES, main_parts, num_params, stored_bytes
 from pipeline.planner.picture import memory_svg, rank_bars
 from pipeline.planner.setup import Layout, Setup
@@ -140,6 +140,23 @@ def test_deepgemm_keeps_room_for_every_token_at_every_expert():
 
 def test_graphs_are_counted_as_the_engine_lists_them():
     assert [int(graph_count(b)) for b in (0, 1, 2, 3, 4, 8, 16, 128, 192, 200, 256)] == [0, 1, 2, 3, 3, 4, 5, 19, 20, 21, 21]
+
+
+def test_buffers_of_collectives_follow_their_sources():
+    """A ring's FIFOs are what NVIDIA/nccl logs (10,485,760 and 2,097,152 bytes a channel); one GPU has none."""
+    fifos = 2**22 + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8
+    assert -(-fifos // 2**21) * 2**21 == 10_485_760 == RING_CHANNEL - 2_097_152
+    b200 = formulas(setup(V2, layout=Layout(8, 8, True)), 8192)
+    assert b200["NCCL rings"] == 32 * 12 * 2**20 and b200["NCCL NVLink SHARP"] == 24 * 8 * 2 * 2**20
+    assert b200["all-reduce"] == 4 * 8 * 8_000_000
+    two = formulas(setup(V2, layout=Layout(2, 1, False)), 8192)
+    assert "NCCL NVLink SHARP" not in two and two["all-reduce"] == 4 * 2 * 16_000_000
+    assert set(formulas(setup(V2, layout=Layout(1, 1, False)), 8192)) == {"activations"}
+    trays = dataclasses.replace(B200.hw, num_devices=4, nvlink_domain=72)
+    rack = formulas(dataclasses.replace(setup(V2, layout=Layout(32, 32, True)), hw=trays), 8192)
+    assert rack["all-reduce"] - 4 * 32 * 8_000_000 == 13_762_560, "MNNVL's, across trays"
+    wide = formulas(setup(V2, layout=Layout(8, 8, True), moe_backend="WIDEEP"), 8192)
+    assert wide["MoE all-to-all"] == 8 * 37 * 2**21
 
 
 def test_kv_tokens_of_measured_starts():
