@@ -40,6 +40,7 @@ options
   --keep N           (gc) results of each stage to keep beside those in use (1)
   --ablate           (plan) what each optimisation is worth here, predicted and published
   --compare FILE     (plan) a file of LLM arguments beside the plan's, both predicted
+  --target           (doctor) whether this node can run what the settings plan
   --sarif FILE       (lint) the findings as SARIF 2.1.0, too
   --rules            (lint) every rule, and what no file shows
   --version          print the version and stop
@@ -61,6 +62,7 @@ class Options:
     keep: int = 1
     ablate: bool = False
     compare: Path | None = None
+    target: bool = False
     sarif: Path | None = None
     rules: bool = False
 
@@ -115,6 +117,16 @@ COMMANDS: dict[str, Command] = {
         needs_config=False,
         arguments="PATH... [version=1.2] [triton=25.12] [hw=NAME [model=NAME] [SETTING=VALUE ...]] [--sarif FILE] | --rules ",
     ),
+    "migrate": Command(
+        "rewrite a file of LLM arguments for another version of TensorRT-LLM",
+        "FILE is a YAML or JSON file in the names of any version line, of guides before 1.0, of trtllm-serve's command line, of\n"
+        "vLLM or of SGLang (from=vllm says so where its names do not). Prints the file for version= (older or newer), with what\n"
+        "changed and what has no equivalent, and why, as comments; out=FILE writes it. It exits with 4 when something had to be\n"
+        "left out.",
+        "migrate",
+        needs_config=False,
+        arguments="FILE [version=1.2] [out=FILE] [from=vllm|sglang] ",
+    ),
     "engine": Command(
         "build the engine of engine=", "engine=torch compiles here; engine=trtllm writes a TensorRT-LLM bundle.", "engine"
     ),
@@ -159,7 +171,13 @@ COMMANDS: dict[str, Command] = {
         arguments="DIR [tp=N] [ep=N] [attention_dp=true] ",
     ),
     "doctor": Command(
-        "what this machine can build, serve and run, with versions", "Needs no configuration.", "doctor", needs_config=False
+        "what this machine can build, serve and run, with versions",
+        "Needs no configuration. With --target and the settings of a plan it asks this node for everything that the plan needs\n"
+        "of it: GPUs, memory, driver, NVLink and its fabric, IMEX, shared memory, limits, containers, MPI, disk, ports. Each line\n"
+        "says what was found, what is wanted, and what to do; it exits with 5 when something is missing. Run it on every node.",
+        "doctor",
+        needs_config=False,
+        arguments="[--target +hw=NAME model=NAME [KEY=VALUE ...]] ",
     ),
 }
 
@@ -246,6 +264,8 @@ def _run(words: list[str]) -> int:
         raise ConfigError(f"{name} has neither --ablate nor --compare: only plan predicts.")
     if (options.sarif or options.rules) and name != "lint":
         raise ConfigError(f"{name} has neither --sarif nor --rules: only lint has.")
+    if options.target and name != "doctor":
+        raise ConfigError(f"{name} has no --target: only doctor looks at a node.")
     if options.show_config:
         from pipeline.config.load import resolved_yaml
 
@@ -288,7 +308,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
-FLAGS = {"--json": "as_json", "--cfg": "show_config", "--dry-run": "dry_run", "--ablate": "ablate", "--rules": "rules"}
+FLAGS = {
+    "--json": "as_json", "--cfg": "show_config", "--dry-run": "dry_run", "--ablate": "ablate", "--rules": "rules",
+    "--target": "target",
+}  # fmt: skip
 VALUES: dict[str, Callable[[str], Any]] = {"--config-dir": Path, "--keep": _count, "--compare": Path, "--sarif": Path}
 
 

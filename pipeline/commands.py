@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.load import load
-from pipeline.core.errors import ConfigError, GateError
+from pipeline.core.errors import ConfigError, GateError, MissingToolError
 from pipeline.core.events import Console, human_bytes
 from pipeline.core.graph import Graph
 from pipeline.core.jsonio import read_json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.planner.compare import Comparison
 
-__all__ = ["convert", "doctor", "engine", "explain", "gc", "inspect", "lint", "package", "plan", "serve", "smoke", "verify"]
+__all__ = ["convert", "doctor", "engine", "explain", "gc", "inspect", "lint", "migrate", "package", "plan", "serve", "smoke", "verify"]
 
 
 def plan(options: Options, console: Console) -> int:
@@ -73,6 +73,13 @@ def lint(options: Options, console: Console) -> int:
     from pipeline.lint.command import lint_command
 
     return lint_command(options, console)
+
+
+def migrate(options: Options, console: Console) -> int:
+    """A file of LLM arguments for another version line."""
+    from pipeline.engines.trtllm.migrate_file import migrate_command
+
+    return migrate_command(options, console)
 
 
 def engine(options: Options, console: Console) -> int:
@@ -172,9 +179,11 @@ def inspect(options: Options, console: Console) -> int:
 
 
 def doctor(options: Options, console: Console) -> int:
-    """What this machine can build, serve and run."""
+    """What this machine can build, serve and run; with --target whether this node can run what the settings plan."""
     from pipeline.doctor import examine
 
+    if options.target:
+        return _doctor_target(options, console)
     if options.overrides or options.config_dir:
         given = " ".join(options.overrides) or "--config-dir"
         raise ConfigError(f"doctor takes no settings, but got {given}: it looks at this machine.")
@@ -183,6 +192,25 @@ def doctor(options: Options, console: Console) -> int:
         console.line(finding.text())
     console.result({"command": "doctor", "findings": [finding.plain() for finding in findings]})
     return 0
+
+
+def _doctor_target(options: Options, console: Console) -> int:
+    """Exits with 5 when something that the plan needs is missing."""
+    from pipeline.doctor.probe import BAD
+    from pipeline.doctor.target import examine_target, verdict, wanted_of
+    from pipeline.stages.plan import model_config
+
+    config = load(options.overrides, options.config_dir)
+    out = _build(options, console, "plan", config)["plan"].out
+    hf = model_config(config, find_source(config, _root(config)).folder)
+    wanted = wanted_of(config, hf, read_json(out / "deploy.json"), read_json(out / "report.json"))
+    checks = examine_target(wanted)
+    for check in checks:
+        console.line(check.text())
+    console.line(verdict(checks, wanted))
+    code = MissingToolError.exit_code if any(check.status == BAD for check in checks) else 0
+    console.result({"command": "doctor", "checks": [check.plain() for check in checks], "exit_code": code})
+    return code
 
 
 def _dry_run(options: Options, console: Console) -> int:

@@ -16,7 +16,7 @@ from pipeline.core.errors import StageError
 from pipeline.core.jsonio import read_json
 from pipeline.launch.image import image_of
 
-__all__ = ["LOAD_SECONDS", "Fleet", "Instance", "dns_label", "fleet_of", "roles_of"]
+__all__ = ["LOAD_SECONDS", "Fleet", "Instance", "dns_label", "fleet_of", "planned_fleet", "roles_of"]
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Nodes of an instance, and its GPUs on each of them."""
@@ -140,15 +140,26 @@ def fleet_of(config: Config, engine: Path, deploy: Mapping[str, Any]) -> Fleet:
         StageError: the ranks of an instance do not divide into equal nodes.
         ConfigError: the container does not hold the engine's version.
     """
-    described = read_json(engine / "engine.json")
     variables = engine / "environment.json"
+    environment = read_json(variables) if variables.is_file() else []
+    return _fleet(config, read_json(engine / "engine.json"), environment, deploy)
+
+
+def planned_fleet(config: Config, deploy: Mapping[str, Any]) -> Fleet:
+    """The same before the engine stage has run, without its environment."""
+    return _fleet(config, {}, [], deploy)
+
+
+def _fleet(
+    config: Config, described: Mapping[str, Any], environment: Sequence[Mapping[str, str]], deploy: Mapping[str, Any]
+) -> Fleet:
     per_node = int(deploy.get("gpus_per_node") or config.hw.num_devices)
     return Fleet(
         name=dns_label(config.serve.model_name or config.model.name),
         engine=config.engine.kind,
         image=image_of(config),
         line=str(described.get("line") or described.get("version") or ""),
-        environment=read_json(variables) if variables.is_file() else [],
+        environment=environment,
         instances=tuple(_instances(config, roles_of(described, deploy), deploy, per_node)),
         gpus_per_node=per_node,
         nvlink_domain=config.hw.nvlink_domain,
