@@ -16,7 +16,7 @@ from pipeline.engines.trtllm.versions import known_lines, version_line
 from pipeline.lint.args.disaggregated import SECTIONS
 from pipeline.lint.checkpoint import is_tensorrt_engine
 from pipeline.lint.document import Document, read_document
-from pipeline.lint.names import CONFIG, ENGINE_ARGS, SETTINGS
+from pipeline.lint.names import CONFIG, ENGINE_ARGS, LOADED, SETTINGS
 
 __all__ = ["Artefact", "recognise"]
 
@@ -103,7 +103,8 @@ def _folder(path: Path) -> Iterator[Artefact]:
 
 
 def _is_repository(path: Path) -> bool:
-    return any((entry / CONFIG).is_file() or (entry / "1" / ENGINE_ARGS).is_file() for entry in _entries(path) if entry.is_dir())
+    models = [entry for entry in _entries(path) if entry.is_dir()]
+    return any((model / CONFIG).is_file() or any((model / "1" / name).exists() for name in LOADED) for model in models)
 
 
 def _parts(path: Path) -> Iterator[Artefact]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Place, Rule
-from pipeline.lint.names import CONFIG, ENGINE_ARGS, SETTINGS
+from pipeline.lint.names import CONFIG, ENGINE_ARGS, LOADED, SETTINGS
 from pipeline.lint.repository.subject import Model, Repository
 
 __all__ = ["MODEL_RULES", "ROOT_RULES"]
 
 RUN = "seen on tritonserver 2.51.0"
-DEFAULT_FILES = ("model.py", ENGINE_ARGS, "model.onnx", "model.plan", "model.pt", "model.savedmodel", "model.graphdef")
 
 
 def _empty(repository: Repository) -> Iterator[Fault]:
@@ -34,7 +33,7 @@ def _stray_folder(model: Model) -> Iterator[Fault]:
 
 def _loadable(model: Model) -> bool:
     """Whether auto-completion could make a model of the folder."""
-    return any((version / name).exists() for version in model.versions for name in DEFAULT_FILES)
+    return any((version / name).exists() for version in model.versions for name in LOADED)
 
 
 def _no_config(model: Model) -> Iterator[Fault]:
