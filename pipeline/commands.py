@@ -77,7 +77,7 @@ def lint(options: Options, console: Console) -> int:
 
 def migrate(options: Options, console: Console) -> int:
     """A file of LLM arguments for another version line."""
-    from pipeline.engines.trtllm.migrate_file import migrate_command
+    from pipeline.migrate import migrate_command
 
     return migrate_command(options, console)
 

@@ -49,10 +49,10 @@ class Migration:
     """Arguments that are left out."""
 
 
-def migrate(args: Args, line: VersionLine) -> Migration:
-    """`args` in the names and values of `line`."""
-    foreign = dialect_of(args)
-    done = Migration(dialect(foreign).title if foreign else "TensorRT-LLM", line.line)
+def migrate(args: Args, line: VersionLine, source: str | None = None) -> Migration:
+    """`args` in the names and values of `line`; `source` is their dialect, or "trtllm", where their own names do not tell."""
+    foreign = dialect_of(args) if source is None else None if source == "trtllm" else source
+    done = Migration(dialect(foreign).title if foreign else f"TensorRT-LLM {_likely_line(args)}", line.line)
     moves = [move for path, value in _leaves(args) if (move := _move(done, path, value, args, foreign, line))]
     kinds = {move.to: str(move.new) for move in moves}
     for move in sorted(moves, key=lambda move: move.to.count(".")):  # a table that is null before what is in it
@@ -62,6 +62,11 @@ def migrate(args: Args, line: VersionLine) -> Migration:
     for problem in refused:
         _remove(done.args, problem.path)
     return done
+
+
+def _likely_line(args: Args) -> str:
+    """The newest line that refuses least of a file."""
+    return min(reversed(known_lines()), key=lambda name: len(problems(args, version_line(name))))
 
 
 @dataclass(frozen=True, slots=True)
