@@ -21,12 +21,14 @@ from typing import Any
 
 from pipeline.core.errors import MissingToolError, StageError
 
-__all__ = ["Module", "Source", "aligned", "compile_source", "source_text"]
+__all__ = ["Module", "Source", "aligned", "compile_source", "source_text", "tensor_map"]
 
 FLAGS = ("--std=c++17",)
 INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
 STATIC_SHARED = 48 << 10
 """More shared memory than this a kernel must be allowed."""
+TENSOR_MAP, BFLOAT16_MAP, SWIZZLE_128B, PROMOTE_256B = 128, 9, 3, 3
+"""sizeof(CUtensorMap), and of its enumerations: BFLOAT16, SWIZZLE_128B, L2_PROMOTION_L2_256B"""
 PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 MAX_DYNAMIC_SHARED = 8
@@ -110,6 +112,22 @@ def aligned(tensor: Any) -> Any:
     """The tensor, or a copy of it, contiguous and from a multiple of 16 bytes on, as vector loads need it."""
     whole = tensor.contiguous()
     return whole.clone() if whole.data_ptr() % 16 else whole
+
+
+def tensor_map(matrix: Any, rows: int) -> Any:
+    """CUtensorMap of a BF16 matrix [R, C] for TMA copies of `rows` x 64, 128-byte swizzled: a kernel's argument, by value."""
+    return _tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0) * 2, rows)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tensor_map(pointer: int, height: int, width: int, pitch: int, rows: int) -> Any:
+    space = (ctypes.c_ubyte * (2 * TENSOR_MAP))()
+    encoded = (ctypes.c_ubyte * TENSOR_MAP).from_buffer(space, -ctypes.addressof(space) % TENSOR_MAP)
+    sizes, pitches = (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(pitch)
+    box, steps = (ctypes.c_uint32 * 2)(64, rows), (ctypes.c_uint32 * 2)(1, 1)
+    kinds = BFLOAT16_MAP, 2, ctypes.c_void_p(pointer), sizes, pitches, box, steps, 0, SWIZZLE_128B, PROMOTE_256B, 0
+    _ok(_driver().cuTensorMapEncodeTiled(encoded, *kinds), f"describe a [{height}, {width}] matrix for TMA")
+    return encoded
 
 
 def source_text(path: Path) -> bytes:

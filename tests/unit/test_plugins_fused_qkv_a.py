@@ -1,4 +1,4 @@
-"""Norms, RoPE and cache write against their reference: the kernel's own source run on the CPU, the ops, and those on a GPU if any."""
+"""Norms, RoPE and cache write against their reference: the kernel on the CPU, the ops everywhere, and those on a GPU if any."""
 
 from __future__ import annotations
 

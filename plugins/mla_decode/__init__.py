@@ -1,0 +1,1 @@
+"""Decoding with latent attention: every head attends over the cached latents themselves, pages of a shared cache."""

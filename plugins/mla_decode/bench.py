@@ -1,0 +1,92 @@
+"""Latent attention of R1's 128 heads beside FlashMLA and flashinfer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugins.bench import Bench, Call, relative
+from plugins.mla_decode import op, reference
+
+__all__ = ["rows"]
+
+HEADS, PAGE, SCALE = 128, 64, 192**-0.5
+SHAPES = ((1, 4096), (8, 4096), (32, 4096), (64, 1024), (64, 4096), (128, 1024), (128, 4096), (256, 2048))
+
+
+def rows(bench: Bench) -> Iterator[dict[str, Any]]:
+    """One query a sequence, all of one length, the pages of the cache in random order."""
+    for batch, length in SHAPES:
+        yield _row(bench, batch, length)
+
+
+def _row(bench: Bench, batch: int, length: int) -> dict[str, Any]:
+    pages = length // PAGE
+    q = torch.randn(batch, 1, HEADS, op.DIM, device="cuda", dtype=torch.bfloat16)
+    cache = torch.randn(batch * pages, PAGE, op.DIM, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
+    lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
+    few = slice(0, 4)
+    wanted, _ = reference.mla_decode(q[few], cache, table[few], lengths[few], SCALE, op.LATENT)
+    out, lse = q.new_full((*q.shape[:3], op.LATENT), torch.nan), torch.empty(q.shape[:3], device="cuda")
+
+    def eager() -> Tensor:
+        rows = cache[table.long()].flatten(1, 2)
+        weights = (q[:, 0] @ rows.transpose(1, 2) * SCALE).softmax(-1)
+        return weights @ rows[..., : op.LATENT]
+
+    flops = 2 * batch * HEADS * length * (op.DIM + op.LATENT)
+    row = bench.row(
+        "mla_decode",
+        {"batch": batch, "length": length, "cache": "bf16"},
+        lambda overlap: op.launch(q, cache, table, lengths, out, lse, SCALE, overlap=overlap),
+        error=lambda: relative(out[few], wanted),
+        eager=eager,
+        peers=_peers(q, cache, table, lengths),
+        right=lambda found: relative(found.view(out.shape)[few], wanted) < 1e-2,
+        moved=cache.numel() * 2 + (q.numel() + out.numel()) * 2,
+        flops=flops,
+        calls=10,
+    )
+    return row | {"tflop_per_s": round(flops / row["ours_us"] / 1e6)}
+
+
+def _peers(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> dict[str, Call]:
+    return {"flash_mla": _flash_mla(q, cache, table, lengths), "flashinfer": _flashinfer(q, cache, table, lengths)}
+
+
+def _flash_mla(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> Call:
+    state: list[Any] = []
+
+    def call() -> Tensor:
+        import flash_mla
+
+        if not state:
+            state.append(flash_mla.get_mla_metadata()[0])
+        rest = table, lengths, op.LATENT, state[0], None, SCALE, False
+        return flash_mla.flash_mla_with_kvcache(q, cache.unsqueeze(2), *rest)[0]
+
+    return call
+
+
+def _flashinfer(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> Call:
+    state: list[Any] = []
+    latent = op.LATENT
+
+    def call() -> Tensor:
+        import flashinfer
+
+        if not state:
+            space = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+            wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(space, backend="fa3")
+            begins = torch.arange(len(q) + 1, dtype=torch.int32, device="cuda")
+            sizes = HEADS, latent, op.DIM - latent, PAGE, False, SCALE, torch.bfloat16, torch.bfloat16
+            wrapper.plan(begins, begins * table.shape[1], table.flatten(), lengths, *sizes)
+            parts = q[:, 0, :, :latent], q[:, 0, :, latent:], cache[..., :latent], cache[..., latent:]
+            state.extend((wrapper, [part.contiguous() for part in parts]))
+        return state[0].run(*state[1])
+
+    return call

@@ -1,0 +1,132 @@
+"""Latent attention over a paged cache as a torch op: CUDA runs the fastest implementation there is, CPU the reference.
+
+    out, lse = torch.ops.r1_pipeline.mla_decode(q, cache, table, lengths, scale, 512)
+
+q BF16 [B, T, A, 576] (absorbed: latent | rope), cache BF16 [pages, page, 576], table I32 [B, P], lengths I32 [B], T queries a
+sequence of which the last is at its last token -> out BF16 [B, T, A, 512], lse F32 [B, T, A] (natural logarithm; -inf: no token).
+
+The kernel needs sm_90 (it is wgmma and TMA through and through), D = 576, L = 512, pages of a multiple of 64 tokens, and a
+multiple of 64 heads or fewer than 64; other cases are computed page by page in plain torch. A sequence is split among CTAs so
+that the chip is full (`splits`); a second kernel joins them. Only `table` bounds the work, so a step can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.core.errors import ConfigError
+from plugins.mla_decode import reference
+from plugins.nvrtc import Source, aligned, tensor_map
+
+__all__ = ["mla_decode"]
+
+SOURCE = Source(Path(__file__).with_name("kernel.cu"), specific=True)
+COMBINE = Source(Path(__file__).with_name("combine.cu"))
+DIM, LATENT, BLOCK = 576, 512, 64
+THREADS, SHARED = 384, 3 * 9 * 8192 + 1024 + 128 + 1024
+"""Threads of a CTA; bytes of its queries, two blocks of keys, row sums and barriers, and their alignment."""
+OVERHEAD = 1.5
+"""What starting a CTA and writing its part cost, in pairs of blocks."""
+LN2 = 0.6931471805599453
+
+
+@torch.library.custom_op("r1_pipeline::mla_decode", mutates_args=(), device_types="cuda")
+def mla_decode(
+    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int
+) -> tuple[Tensor, Tensor]:
+    """-> out BF16 [B, T, A, latent], lse F32 [B, T, A]"""
+    _check(q, cache, table, lengths, latent)
+    if not q.numel() or not has_kernel(q, cache, latent):
+        return _plain(q, cache, table, lengths, scale, latent)
+    out, lse = _outputs(q, latent)
+    launch(aligned(q), aligned(cache), aligned(table), aligned(lengths), out, lse, scale)
+    return out, torch.where(lse > -1e29, lse * LN2, -torch.inf)
+
+
+def launch(
+    q: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    splits: int | None = None,
+    overlap: bool = False,
+) -> None:
+    """The kernels alone, from and into `aligned` tensors; lse in powers of two, -1e30 for no token.
+
+    `overlap`: let the first start while the kernel before it on the stream still runs.
+    """
+    (batch, tokens, heads, _), page = q.shape, cache.shape[1]
+    tiles, rows = tokens * max(1, heads // BLOCK), batch * tokens * heads
+    if splits is None:
+        splits = best_splits(tiles * batch, -(-table.shape[1] * page // (2 * BLOCK)), _processors(q.device.index or 0))
+    part, part_lse = (out, lse) if splits == 1 else _parts(q.device, rows, splits)
+    maps = tensor_map(q.view(rows, DIM), BLOCK), tensor_map(cache.view(-1, DIM), BLOCK)
+    log2_scale = ctypes.c_float(scale / LN2)
+    with torch.cuda.device(q.device):
+        module = SOURCE.module(HEADS=heads, PAGE=page)
+        arguments = *maps, table, lengths, out, part, part_lse, table.shape[1], tokens, log2_scale
+        module.launch("mla_decode", (tiles, splits, batch), THREADS, *arguments, overlap=overlap, shared=SHARED)
+        if splits > 1:
+            combined = part, part_lse, out, lse, splits
+            COMBINE.module().launch("mla_combine", (rows, 1, 1), LATENT // 4, *combined, overlap=True)
+
+
+@functools.cache
+def best_splits(tiles: int, pairs: int, processors: int) -> int:
+    """CTAs a sequence's heads are split among, so that all waves of `tiles` take least; a pair of blocks is the unit."""
+
+    def cost(splits: int) -> float:
+        return -(-tiles * splits // processors) * (-(-pairs // splits) + OVERHEAD) + (OVERHEAD if splits > 1 else 0)
+
+    return min(range(1, max(1, min(pairs, processors)) + 1), key=cost)
+
+
+def has_kernel(q: Tensor, cache: Tensor, latent: int) -> bool:
+    """Whether the kernel takes these shapes on this device."""
+    heads, even = q.shape[2], cache.shape[1] % BLOCK == 0
+    shapes = q.shape[3] == DIM and latent == LATENT and even and (heads % BLOCK == 0 or heads < BLOCK)
+    return shapes and cache.dtype == torch.bfloat16 and torch.cuda.get_device_capability(q.device) == (9, 0)
+
+
+@mla_decode.register_fake
+def _(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int) -> tuple[Tensor, Tensor]:
+    return _outputs(q, latent)
+
+
+@mla_decode.register_kernel("cpu")
+def _plain(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int) -> tuple[Tensor, Tensor]:
+    _check(q, cache, table, lengths, latent)
+    out, lse = reference.mla_decode(q, cache, table, lengths, scale, latent)
+    return out.bfloat16(), lse.float()
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _parts(device: torch.device, rows: int, splits: int) -> tuple[Tensor, Tensor]:
+    return torch.empty(rows, splits, LATENT, device=device), torch.empty(rows, splits, device=device)
+
+
+def _check(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, latent: int) -> None:
+    if q.dim() != 4 or cache.dim() != 3 or q.shape[3] != cache.shape[2] or {q.dtype, cache.dtype} != {torch.bfloat16}:
+        found = f"q is {q.dtype} {list(q.shape)}, cache {cache.dtype} {list(cache.shape)}"
+        raise ConfigError(f"{found}: they must be bfloat16 [B, T, A, D] and [pages, page, D].")
+    if (table.dtype, lengths.dtype) != (torch.int32, torch.int32) or len(table) != len(q) or lengths.shape != (len(q),):
+        found = f"table is {table.dtype} {list(table.shape)}, lengths {lengths.dtype} {list(lengths.shape)}"
+        raise ConfigError(f"{found}: they must be int32 [{len(q)}, P] and [{len(q)}].")
+    if not 0 < latent <= q.shape[3]:
+        raise ConfigError(f"The first {latent} columns of {q.shape[3]} cannot be values: give 1 to {q.shape[3]}.")
+
+
+def _outputs(q: Tensor, latent: int) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:3], latent)), q.new_empty(q.shape[:3], dtype=torch.float32)

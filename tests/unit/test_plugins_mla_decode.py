@@ -1,0 +1,94 @@
+"""Latent attention against float64: the op and the combining kernel's source on the CPU, all of it where there is an H200."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.core.errors import ConfigError
+from tests._utils.cuda_on_cpu import CudaOnCpu
+
+torch = pytest.importorskip("torch", reason="the op is torch's")
+
+from plugins.mla_decode import op, reference  # noqa: E402
+
+HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here"))]
+SCALE = 0.07
+
+
+def case(device: str, lengths: list[int], heads: int, page: int = 64, queries: int = 1) -> list[torch.Tensor]:
+    """q, cache, table and lengths; what is beyond a sequence's end in its last page, and every unused page, is NaN."""
+    most = max(1, -(-max([*lengths, 1]) // page))
+    q = torch.randn(len(lengths), queries, heads, op.DIM).bfloat16()
+    cache = torch.full((len(lengths) * most + 1, page, op.DIM), torch.nan).bfloat16()
+    table = (torch.randperm(len(lengths) * most) + 1).view(len(lengths), most).int()
+    for row, length in zip(table.tolist(), lengths, strict=True):
+        for place, number in enumerate(row):
+            here = min(max(length - place * page, 0), page)
+            cache[number, :here] = torch.randn(here, op.DIM).bfloat16()
+    return [tensor.to(device) for tensor in (q, cache, table, torch.tensor(lengths, dtype=torch.int32))]
+
+
+def check(found: tuple[torch.Tensor, torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    wanted, lse = reference.mla_decode(*inputs, SCALE, op.LATENT)
+    assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
+    torch.testing.assert_close(found[0].double(), wanted, rtol=2e-2, atol=8e-3)
+    torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_op_vs_reference(device: str) -> None:
+    cases: list[tuple[list[int], int, int, int]] = [([1, 0, 130], 4, 64, 1), ([67], 2, 16, 1), ([5, 200], 3, 64, 3)]
+    if device == "cuda":
+        long = [1, 63, 64, 65, 128, 129, 1000, 4096, 0, 777]
+        cases += [(long, 128, 64, 1), (long, 16, 64, 1), (long, 64, 128, 1), (long[:7], 128, 64, 2), ([4096] * 70, 128, 64, 1)]
+    for lengths, heads, page, queries in cases:
+        inputs = case(device, lengths, heads, page, queries)
+        check(torch.ops.r1_pipeline.mla_decode(*inputs, SCALE, op.LATENT), inputs)
+
+
+@pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 40])
+def test_any_split_gives_the_same(splits: int) -> None:
+    inputs = case("cuda", [4096, 1, 300, 0, 129, 1024], 128)
+    out, lse = op._outputs(inputs[0], op.LATENT)
+    op.launch(*inputs, out.fill_(torch.nan), lse, SCALE, splits)
+    check((out, torch.where(lse > -1e29, lse * op.LN2, -torch.inf)), inputs)
+
+
+def test_combining_kernel_vs_reference(tmp_path: Path) -> None:
+    types = {"mla_combine": "const float4*, const float*, uint2*, float*, int"}
+    source = CudaOnCpu(Path(op.__file__).with_name("combine.cu"), types, {}, tmp_path)
+    rng = np.random.default_rng(0)
+    part, lse = rng.normal(size=(5, 3, op.LATENT)).astype(np.float32), rng.normal(0, 4, (5, 3)).astype(np.float32)
+    lse[1, 2] = lse[2] = lse[3, 0] = -1e30
+    part[1, 2] = part[2] = np.nan
+    out, total = np.full((5, op.LATENT), 0x7FFF, np.uint16), np.zeros(5, np.float32)
+    source.launch("mla_combine", (5, 1, 1), op.LATENT // 4, part, lse, out, total, 3)
+    weights = np.where(lse > -1e29, np.exp2(lse.astype(np.float64)), 0)
+    wanted = (np.nan_to_num(part) * weights[..., None]).sum(1) / np.maximum(weights.sum(1), 1e-300)[:, None]
+    np.testing.assert_allclose(torch.from_numpy(out).view(torch.bfloat16).double().numpy(), wanted, rtol=2**-7, atol=1e-6)
+    some = [0, 1, 3, 4]
+    np.testing.assert_allclose(total[some], np.log2(weights[some].sum(1)), rtol=1e-5)
+    assert total[2] < -1e29 and not out[2].any()
+
+
+def test_splits_fill_the_chip() -> None:
+    assert op.best_splits(2, 32, 132) >= 16  # one sequence of 4,096 tokens
+    assert op.best_splits(128, 32, 132) == 1  # 64 of them are a wave
+    assert all(1 <= op.best_splits(tiles, pairs, 132) <= max(1, pairs) for tiles in (1, 7, 300) for pairs in (1, 2, 33))
+
+
+def test_op_is_known_to_export() -> None:
+    torch.library.opcheck(op.mla_decode, (*case("cpu", [3, 70], 2), SCALE, op.LATENT))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, cache, table, lengths = case("cpu", [3], 2)
+    with pytest.raises(ConfigError, match=r"\[pages, page, D\]"):
+        op.mla_decode(q, cache[..., :64], table, lengths, SCALE, 512)
+    with pytest.raises(ConfigError, match="must be int32"):
+        op.mla_decode(q, cache, table.long(), lengths, SCALE, 512)
