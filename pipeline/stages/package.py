@@ -59,26 +59,36 @@ def run(ctx: StageContext) -> None:
     """Let the layout write the repository for the release, check it, describe it in package.json; write the launchers."""
     from pipeline.core.jsonio import write_json
     from pipeline.launch import launchable, write
-    from pipeline.triton.check import check_repository
     from pipeline.triton.layouts import chosen
     from pipeline.triton.releases import target
 
-    repository, layout, release = ctx.out / "repository", chosen(ctx.config), target(ctx.config)
-    repository.mkdir()
-    import_module(f"pipeline.triton.layouts.{layout}").layout(ctx, release)
-    models = check_repository(repository)
+    layout, release = chosen(ctx.config), target(ctx.config)
+    models = _repository(ctx, layout, release)
     write_json(ctx.out / "package.json", {
         "engine": ctx.config.engine.kind,
         "layout": layout,
         "models": {name: _describe(config) for name, config in models.items()},
-        "sources": _source_digests(repository),
+        "sources": _source_digests(ctx.out / "repository"),
         "triton": _container(ctx.config, release),
     })  # fmt: skip
-    ctx.progress.note(f"repository with {', '.join(models)}")
+    ctx.progress.note(f"repository with {', '.join(models)}" if models else "no repository: trtllm-serve serves the bundle")
     if launchable(ctx.config.engine.kind):
         write(ctx, ctx.out / "launch")
     if release is None:
         ctx.progress.note(_without_container(ctx.config))
+
+
+def _repository(ctx: StageContext, layout: str, release: Release | None) -> dict[str, ModelConfig]:
+    """Write and check `repository/`; its models, none where Triton does not serve them."""
+    from pipeline.triton.check import check_repository
+    from pipeline.triton.layouts import NO_REPOSITORY
+
+    if layout == NO_REPOSITORY:
+        return {}
+    repository = ctx.out / "repository"
+    repository.mkdir()
+    import_module(f"pipeline.triton.layouts.{layout}").layout(ctx, release)
+    return check_repository(repository, release.tag if release else None)
 
 
 def _container(config: Config, release: Release | None) -> dict[str, Any]:
@@ -123,5 +133,6 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
 
 def _source_digests(repository: Path) -> dict[str, str]:
     """SHA-256 of the files that were written here; the engine's own files are covered by the engine's digest."""
-    files = sorted(path for path in repository.rglob("*") if path.suffix in (".py", ".pbtxt", ".yaml"))
+    kinds = (".py", ".pbtxt", ".yaml")
+    files = sorted(path for path in repository.rglob("*") if path.suffix in kinds or path.name == "model.json")
     return {file.relative_to(repository).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
