@@ -6,6 +6,7 @@ else from the text of the launchers. aiconfigurator 0.12 asked for 64 GPUs for a
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -88,8 +89,7 @@ def _world_size(llm_args: Path, otherwise: int) -> int:
     if not llm_args.is_file():
         return otherwise
     args = yaml.safe_load(llm_args.read_text(encoding="utf-8"))
-    sizes = [args.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline", "context")]
-    return int(sizes[0] * sizes[1] * sizes[2])
+    return math.prod(int(args.get(f"{axis}_parallel_size", 1)) for axis in ("tensor", "pipeline", "context", "data"))
 
 
 def _cases(script: str) -> dict[str, Case]:

@@ -23,6 +23,7 @@ from pipeline.triton.server import start
 __all__ = ["entry", "running", "smoke", "smoke_command"]
 
 Emit = Callable[[str], None]
+USUAL_LENGTH = 2048
 BEHIND = ("preprocessing", "tensorrt_llm", "postprocessing")
 """Models that others call, in TensorRT-LLM's repositories and in ours."""
 MARKS = {True: "ok", False: "FAILED", None: "skipped"}
@@ -46,7 +47,7 @@ def smoke(endpoint: Endpoint, model: str, config: Config, emit: Emit, live: Text
         probe = Probe(
             client=client,
             serve=config.serve,
-            room=(torch.max_seq_len if torch else 2048) // 2,
+            room=room_of(client.config),
             exact=torch is not None and torch.dtype == "float32",
             live=live,
             called=tuple(sorted(calls(client.config))),
@@ -69,6 +70,12 @@ def entry(models: list[str]) -> str:
     if len(outer) > 1:
         raise ConfigError(f"The repository holds {', '.join(models)}: set serve.model_name to one of them.")
     return outer[0]
+
+
+def room_of(config: dict[str, Any]) -> int:
+    """Tokens that fit after a short prompt: half of what the model says a sequence holds, or of what every R1 does."""
+    said = config.get("parameters", {}).get("max_seq_len", {}).get("string_value", "")
+    return (int(said) if said.isdigit() else USUAL_LENGTH) // 2
 
 
 def calls(config: dict[str, Any]) -> set[str]:
