@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.planner.compare import Comparison
 
-__all__ = ["convert", "doctor", "engine", "explain", "gc", "inspect", "lint", "migrate", "package", "plan", "serve", "smoke", "verify"]
+__all__ = [
+    "convert", "doctor", "engine", "explain", "gc", "inspect", "lint", "migrate", "package", "plan", "serve", "smoke", "verify",
+]  # fmt: skip
 
 
 def plan(options: Options, console: Console) -> int:

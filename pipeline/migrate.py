@@ -67,7 +67,7 @@ def _words(words: list[str]) -> tuple[Path, dict[str, str]]:
     settings = dict(word.split("=", 1) for word in words if word not in files)
     foreign = [name for name in dialects() if name not in OWN]
     if len(files) != 1:
-        raise ConfigError(f"migrate takes one file, but got {len(files)}: python -m pipeline migrate FILE [version=1.2] [out=FILE].")
+        raise ConfigError(f"migrate takes one file, but got {len(files)}: migrate FILE [version=1.2] [out=FILE].")
     if odd := sorted(settings.keys() - {"version", "out", "from"}):
         raise ConfigError(f"migrate does not know {', '.join(odd)}: it takes version=LINE, out=FILE and from=NAME.")
     if settings.get("from", "trtllm") not in ("trtllm", *foreign):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.config.schema import TrtllmEngineConfig
 from pipeline.planner.case import Case
 from pipeline.planner.choose import Choice
 from pipeline.planner.memory import tokens_per_block
@@ -11,7 +12,7 @@ from pipeline.planner.placement import rank_places
 from pipeline.planner.search.split import SplitChoice
 from pipeline.planner.setup import Setup
 
-__all__ = ["deploy_of"]
+__all__ = ["deploy_of", "instance_row"]
 
 
 def deploy_of(case: Case, choice: Choice, split: SplitChoice | None) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def deploy_of(case: Case, choice: Choice, split: SplitChoice | None) -> dict[str
         "gpus_per_node": case.hw.num_devices,
         "tokens_per_block": tokens_per_block(case.arch, case.hw.sm or 0),
         "args": case.trtllm.args,
-        **_arguments(case, choice.setup, stream),
+        **instance_row(case.trtllm, choice.setup, stream, case.longest_prompt),
     }
     return deploy | (_sides(case, split, stream) if split else _alike(case, choice))
 
@@ -42,14 +43,14 @@ def _alike(case: Case, choice: Choice) -> dict[str, Any]:
 def _sides(case: Case, split: SplitChoice, stream: int) -> dict[str, Any]:
     """Prefill and decode; launchers place the ranks, which are of several sizes."""
     rows = [
-        {"role": role, "count": count, **_arguments(case, setup, stream)}
+        {"role": role, "count": count, **instance_row(case.trtllm, setup, stream, case.longest_prompt)}
         for role, count, setup in zip(("context", "generation"), split.counts, split.setups, strict=True)
     ]
     return {"instances": sum(split.counts), "nodes": split.split.nodes, "roles": rows}
 
 
-def _arguments(case: Case, setup: Setup, stream: int) -> dict[str, Any]:
-    """What one instance is started with."""
+def instance_row(asked: TrtllmEngineConfig, setup: Setup, stream: int, prompt: int) -> dict[str, Any]:
+    """What one instance is started with; `stream` is stream_interval, `prompt` the tokens of the longest prompt."""
     layout = setup.layout
     return {
         "tp": layout.tp,
@@ -71,7 +72,7 @@ def _arguments(case: Case, setup: Setup, stream: int) -> dict[str, Any]:
         "mtp": setup.mtp,
         "moe_backend": setup.moe_backend,
         "expert_slots": setup.expert_slots,
-        "expert_updates": case.trtllm.expert_updates,
+        "expert_updates": asked.expert_updates,
         "transfer": setup.transfer,
-        "transfer_tokens": case.longest_prompt if setup.transfer else None,
+        "transfer_tokens": prompt if setup.transfer else None,
     }

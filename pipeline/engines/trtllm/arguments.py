@@ -187,13 +187,16 @@ def _foreign(path: str, value: Any, line: VersionLine) -> Problem | None:
 
 def _nearest(path: str, value: Any, fields: Mapping[str, Field], line: VersionLine) -> Problem:
     prefix, _, key = path.rpartition(".")
-    near = get_close_matches(key, fields, n=1)
-    elsewhere = [known for known in line.known if known.rpartition(".")[2] == key]
-    place = near[0] if near else elsewhere[0] if elsewhere else None
+    same = sorted((known for known in line.known if known.rpartition(".")[2] == key), key=lambda known: _unstable(known, line))
+    place = next(iter(get_close_matches(key, fields, n=1, cutoff=0.8) or same or get_close_matches(key, fields, n=1)), None)
     fix = f"did you mean {place}?" if place else ""
     where = f" ({prefix})" if prefix else ""
     doubt = "" if line.complete else ", as far as it is known"
     return Problem(path, value, "unknown", f"{key} is not an argument of TensorRT-LLM {line.line}{where}{doubt}", fix)
+
+
+def _unstable(path: str, line: VersionLine) -> bool:
+    return line.fields[path.partition(".")[0]].status != "stable"
 
 
 def _noted(args: Args, fields: Mapping[str, Field], prefix: str, line: VersionLine, kind: str) -> Iterator[Problem]:

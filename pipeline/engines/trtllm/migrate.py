@@ -7,10 +7,10 @@ to older are the same work. What has no equivalent is left out and told, with th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.engines.trtllm.arguments import Problem, earlier_name, earlier_value, later_value, problems
+from pipeline.engines.trtllm.arguments import Problem, earlier_name, earlier_value, later_value, notes, problems
 from pipeline.engines.trtllm.dialects import OWN, Spelling, dialect, dialect_of
 from pipeline.engines.trtllm.versions import VersionLine, known_lines, version_line
 
@@ -53,7 +53,7 @@ def migrate(args: Args, line: VersionLine, source: str | None = None) -> Migrati
     """`args` in the names and values of `line`; `source` is their dialect, or "trtllm", where their own names do not tell."""
     foreign = dialect_of(args) if source is None else None if source == "trtllm" else source
     done = Migration(dialect(foreign).title if foreign else f"TensorRT-LLM {_likely_line(args)}", line.line)
-    moves = [move for path, value in _leaves(args) if (move := _move(done, path, value, args, foreign, line))]
+    moves = [move for path, value in _leaves(args) for move in _moves(done, path, value, args, foreign, line)]
     kinds = {move.to: str(move.new) for move in moves}
     for move in sorted(moves, key=lambda move: move.to.count(".")):  # a table that is null before what is in it
         _place(done, move, kinds, line)
@@ -65,8 +65,9 @@ def migrate(args: Args, line: VersionLine, source: str | None = None) -> Migrati
 
 
 def _likely_line(args: Args) -> str:
-    """The newest line that refuses least of a file."""
-    return min(reversed(known_lines()), key=lambda name: len(problems(args, version_line(name))))
+    """The newest line that finds least wrong with a file."""
+    lines = [version_line(name) for name in reversed(known_lines())]
+    return min(lines, key=lambda line: len(problems(args, line)) + len(notes(args, line))).line
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +81,18 @@ class _Move:
     note: str
 
 
-def _move(done: Migration, path: str, value: Any, args: Args, foreign: str | None, line: VersionLine) -> _Move | None:
+def _moves(done: Migration, path: str, value: Any, args: Args, foreign: str | None, line: VersionLine) -> Iterator[_Move]:
     """None for what has no equivalent, which is noted in `done`."""
     meant = _meaning(path, foreign, line)
     if meant is None or meant.to is None:
         done.lost.append(_unknown(path, value, meant, line))
-        return None
+        return
     try:
-        return _Move(path, value, meant.to, meant.value(value, args), meant.note)
+        for spelling in (meant, meant.also):
+            if spelling and spelling.to:
+                yield _Move(path, value, spelling.to, spelling.value(value, args), spelling.note)
     except LookupError:
         done.lost.append(Problem(path, value, "value", f"{path}={value} has no equivalent"))
-        return None
 
 
 def _place(done: Migration, move: _Move, kinds: Mapping[str, str], line: VersionLine) -> None:
@@ -134,7 +136,7 @@ def _spelled(path: str, name: str) -> Spelling | None:
     """What a dialect means by a path, or by the table that it is in, where that has no equivalent as a whole."""
     names = dialect(name).names
     if meant := names.get(path):
-        return Spelling(meant.to and _newest_name(meant.to), meant.note, meant.how)
+        return replace(meant, to=meant.to and _newest_name(meant.to))
     parts = path.split(".")
     tables = (names.get(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))
     return next((table for table in tables if table and table.to is None), None)

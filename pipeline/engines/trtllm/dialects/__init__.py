@@ -28,6 +28,8 @@ class Spelling:
     note: str = ""
     """What to know, or why there is none."""
     how: str = ""
+    also: Spelling | None = None
+    """What else the name says."""
 
     def value(self, value: Any, args: Args) -> Any:
         """The value under the new name; `args` is the whole file.
@@ -70,10 +72,11 @@ def dialect_of(args: Args) -> str | None:
     return best if found[best] else None
 
 
-def _spelling(row: str | Mapping[str, str]) -> Spelling:
+def _spelling(row: str | Mapping[str, Any]) -> Spelling:
     if isinstance(row, str):
         return Spelling(row)
-    return Spelling(row.get("to"), row.get("note") or row.get("none", ""), row.get("how", ""))
+    also = _spelling(row["also"]) if "also" in row else None
+    return Spelling(row.get("to"), row.get("note") or row.get("none", ""), row.get("how", ""), also)
 
 
 def _ranks(value: Any, args: Args) -> Any:
