@@ -320,7 +320,7 @@ def _usage() -> str:
 
 
 def _command_help(name: str) -> str:
-    from pipeline.config.load import choices
+    from pipeline.config.load import choices, prefix
     from pipeline.share import share
 
     command = COMMANDS[name]
@@ -336,7 +336,7 @@ def _command_help(name: str) -> str:
         lines += [
             "",
             "config groups",
-            *(f"  {'+' if group == 'hw' else ''}{group}=  {', '.join(choices(group))}" for group in groups),
+            *(f"  {prefix(group)}=  {', '.join(choices(group))}" for group in groups),
         ]
         lines += ["", "Every key and its default: --cfg."]
     return "\n".join(lines)

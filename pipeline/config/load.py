@@ -17,13 +17,13 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.config.mistakes import as_sentences, choices, groups, missing_values, unknown_keys
+from pipeline.config.mistakes import ADDED, as_sentences, choices, groups, missing_values, prefix, unknown_keys
 from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
 from pipeline.core.limits import mistakes
 from pipeline.share import share
 
-__all__ = ["choices", "from_plain", "load", "resolved_yaml"]
+__all__ = ["choices", "from_plain", "load", "prefix", "resolved_yaml"]
 
 HYDRA_VERSION_BASE = "1.3"
 
@@ -54,8 +54,14 @@ def from_plain(plain: dict[str, Any]) -> Config:
 
 def _compose(overrides: list[str], config_dir: Path | None) -> DictConfig:
     wanted = [_checked(word, config_dir) for word in overrides]
-    if not any(word.startswith("+hw=") for word in wanted):
-        raise ConfigError(f"Choose the hardware: add one of {_listed('hw', config_dir)}.")
+    brought = [word for word in wanted if word.startswith(tuple(f"+{group}=" for group in ADDED))]
+    if len(brought) > 1:
+        raise ConfigError(f"{' and '.join(brought)} both bring the hardware: choose one of them, and set hw.KEY=VALUE beside it.")
+    if not brought:
+        raise ConfigError(
+            f"Choose the hardware: add one of {_listed('hw', config_dir)}, or a whole deployment: one of "
+            f"{_listed('deployment', config_dir)}."
+        )
     if config_dir:
         _require_own(config_dir)
         wanted.append(f"hydra.searchpath=[file://{config_dir.absolute()}]")
@@ -90,8 +96,8 @@ def _checked(word: str, config_dir: Path | None) -> str:
     if not _one_choice(override):
         group = override.key_or_group
         raise ConfigError(f"{word} does not choose one {group}: choose one of {_listed(group, config_dir)}.")
-    changes_hw = override.key_or_group == "hw" and override.type == OverrideType.CHANGE
-    return f"+{word}" if changes_hw else word
+    absent = override.key_or_group in ADDED and override.type == OverrideType.CHANGE
+    return f"+{word}" if absent else word
 
 
 def _one_choice(override: Override) -> bool:
@@ -100,7 +106,7 @@ def _one_choice(override: Override) -> bool:
 
 
 def _listed(group: str, config_dir: Path | None) -> str:
-    return ", ".join(f"{'+' if group == 'hw' else ''}{group}={name}" for name in choices(group, config_dir))
+    return ", ".join(f"{prefix(group)}={name}" for name in choices(group, config_dir))
 
 
 def _typed(composed: DictConfig) -> Config:

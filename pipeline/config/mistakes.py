@@ -21,10 +21,12 @@ from pipeline.core.errors import ConfigError
 from pipeline.models.arch import HF_FIELDS
 from pipeline.share import share
 
-__all__ = ["as_sentences", "choices", "groups", "missing_values", "unknown_keys"]
+__all__ = ["ADDED", "as_sentences", "choices", "groups", "missing_values", "prefix", "unknown_keys"]
 
 TABLES = {"model.hf": HF_FIELDS, "verify.min_sqnr_db": tuple(MIN_SQNR_DB)}
 """Fields that are tables of the user's own keys, with the keys they may have."""
+ADDED = ("hw", "deployment")
+"""Groups without a default, which are chosen as `+GROUP=NAME`: the hardware, or a whole deployment with its hardware."""
 _LOCATION = ("full_key:", "object_type=", "reference_type=", "See https:", "Set the environment variable HYDRA_FULL_ERROR")
 
 
@@ -55,6 +57,11 @@ def choices(group: str, config_dir: Path | None = None) -> list[str]:
     """The files of a config group, by name."""
     folders = [share("conf") / group, *([config_dir / group] if config_dir else [])]
     return sorted({path.stem for folder in folders for path in folder.glob("*.yaml") if path.is_file()})
+
+
+def prefix(group: str) -> str:
+    """How a choice of the group is written, up to the `=`."""
+    return f"+{group}" if group in ADDED else group
 
 
 def groups() -> list[str]:
@@ -129,8 +136,8 @@ def _unknown_choice(error: MissingConfigException, config_dir: Path | None) -> s
         return f"There is no config group {group}: choose one of {', '.join(groups())}."
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
-    plus = "+" if group == "hw" else ""
-    return f"{plus}{group}={name} is not known: choose one of {', '.join(f'{plus}{group}={choice}' for choice in known)}.{hint}"
+    word = prefix(group)
+    return f"{word}={name} is not known: choose one of {', '.join(f'{word}={choice}' for choice in known)}.{hint}"
 
 
 def _bad_override(error: ConfigCompositionException) -> str:

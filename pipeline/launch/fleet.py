@@ -14,6 +14,8 @@ from typing import Any
 from pipeline.config.schema import Config
 from pipeline.core.errors import StageError
 from pipeline.core.jsonio import read_json
+from pipeline.engines.trtllm.roles import described as row_of
+from pipeline.engines.trtllm.roles import roles_of as planned_roles
 from pipeline.launch.image import image_of
 
 __all__ = ["LOAD_SECONDS", "Fleet", "Instance", "dns_label", "fleet_of", "planned_fleet", "roles_of"]
@@ -170,10 +172,8 @@ def _fleet(
 
 
 def roles_of(described: Mapping[str, Any], deploy: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """{role, count, ranks, llm_args} of each row of engine.json's `instances`; one aggregated row where it has none."""
-    rows = described.get("instances") or [
-        {"role": "aggregated", "count": deploy["instances"], "tp": deploy["tp"], "pp": deploy["pp"], "llm_args": "llm_args.yaml"}
-    ]
+    """{role, count, ranks, llm_args} of each row of engine.json's `instances`; of the plan's where there is no engine.json yet."""
+    rows = described.get("instances") or [row_of(role) for role in planned_roles(deploy)]
     return [
         {
             "role": row["role"], "count": int(row["count"]), "ranks": int(row["tp"]) * int(row.get("pp", 1)),

@@ -15,11 +15,11 @@ from pipeline.core.errors import ConfigError
 from pipeline.share import share
 
 GROUPS = {path.name for path in share("conf").iterdir() if path.is_dir()}
-EVERY_FILE = [(group, name) for group in sorted(GROUPS - {"hw"}) for name in choices(group)]
+EVERY_FILE = [(group, name) for group in sorted(GROUPS - {"hw", "deployment"}) for name in choices(group)]
 
 
 def test_the_groups_are_those_the_readme_names() -> None:
-    assert {"hw", "model", "quant", "parallel", "workload", "engine", "serve", "executor", "store"} == GROUPS
+    assert {"hw", "deployment", "model", "quant", "parallel", "workload", "engine", "serve", "executor", "store"} == GROUPS
 
 
 @pytest.mark.parametrize("hw", choices("hw"))
@@ -27,6 +27,15 @@ def test_every_hardware_composes(hw: str) -> None:
     config = load([f"+hw={hw}"])
     assert config.hw.name == hw
     assert config.hw.source, "a hardware file names where its numbers come from"
+
+
+@pytest.mark.parametrize("name", choices("deployment"))
+def test_a_deployment_brings_its_hardware_and_the_command_line_wins(name: str) -> None:
+    config = load([f"deployment={name}"])
+    assert (config.hw.name, config.engine.kind, config.model.name) == (name.split("_")[0], "trtllm", "deepseek_r1")
+    assert load([f"+deployment={name}", "workload=latency", "workload.osl=7"]).workload.osl == 7
+    with pytest.raises(ConfigError, match=rf"\+deployment={name} and \+hw=b300 both bring the hardware"):
+        load([f"+deployment={name}", "+hw=b300"])
 
 
 @pytest.mark.parametrize(("group", "name"), EVERY_FILE)
@@ -55,7 +64,7 @@ def test_hardware_sets_defaults_and_the_command_line_wins() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ([], r"Choose the hardware: add one of .*\+hw=b200.*\+hw=cpu"),
+        ([], r"Choose the hardware: add one of .*\+hw=b200.*\+hw=cpu.* or a whole deployment: one of .*\+deployment=h200_fp8"),
         (["+hw=b20"], r"\+hw=b20 is not known: choose one of .*\+hw=b200.* Did you mean b200\?"),
         (["+hw=cpu", "quant=nvpf4"], r"quant=nvpf4 is not known: choose one of .*quant=nvfp4.* Did you mean nvfp4\?"),
         (["+hw=cpu", "+quant.kv_dytpe=fp8"], r"There is no key quant\.kv_dytpe; did you mean quant\.kv_dtype\?"),
@@ -74,7 +83,7 @@ def test_hardware_sets_defaults_and_the_command_line_wins() -> None:
         (["+hw=cpu", "workload.isl=["], r"is not an override"),
         (["+hw=cpu", "+hw=h200"], r"hw"),
         (["+hw=[cpu,b200]"], r"\+hw=\[cpu,b200\] does not choose one hw: choose one of .*\+hw=b200"),
-        (["+hw=cpu", "engine=null"], r"engine=null does not choose one engine: choose one of engine=torch, engine=trtllm"),
+        (["+hw=cpu", "engine=null"], r"engine=null does not choose one engine: choose one of .*engine=torch, engine=trtllm"),
         (["+hw=cpu", "quant="], r"quant= does not choose one quant"),
         (["+hw=cpu", "quant=bf16,fp8"], r"quant=bf16,fp8 does not choose one quant"),
         (["+hw=cpu", "checkpoint=${nope}"], r"checkpoint: .*'nope' not found"),
