@@ -58,6 +58,16 @@ class Case:
         return ", ".join(f"{name}={value:g}" for name, value in given.items() if value is not None)
 
     @property
+    def given(self) -> frozenset[str]:
+        """Settings of layout and load that the user fixed: reasons name these, and only describe the others."""
+        config, open_values = self.config, (None, "auto")
+        asked = {f"parallel.{name}": getattr(config.parallel, name) for name in ("tp", "ep", "attention_dp")}
+        asked |= {"parallel.pp": None if config.parallel.pp == 1 else config.parallel.pp}
+        asked |= {"workload.concurrency": config.workload.concurrency}
+        asked |= {f"engine.trtllm.{name}": getattr(self.trtllm, name) for name in ("mtp", "moe_backend")}
+        return frozenset(name for name, value in asked.items() if value not in open_values)
+
+    @property
     def has_total(self) -> bool:
         """Whether it is said what all instances together must do, so that the nodes for it can be counted."""
         return bool(self.concurrency or self.limits.tokens_per_second)

@@ -16,7 +16,7 @@ from pipeline.planner.memory import RankMemory, memory_of, tokens_per_block
 from pipeline.planner.policy import num_gpus
 from pipeline.planner.setup import Layout, Setup, divides
 
-__all__ = ["Choice", "Decision", "choose", "gpu_counts", "moe_backend", "rank_limits", "size"]
+__all__ = ["FRACTIONS", "Choice", "Decision", "choose", "fractions", "gpu_counts", "moe_backend", "rank_limits", "size"]
 
 RECIPES = "NVIDIA/TensorRT-LLM examples/configs"
 
@@ -30,8 +30,9 @@ ROOM = 64
 """Whole sequences a cache must hold for a layout to count as having room, when no concurrency is asked for."""
 CHUNK = 8192
 """Tokens of one step of a chunked prefill: more does not fill the tensor cores better, less reads the weights too often."""
-USUAL_FRACTION = 0.8
-"""Share of the free memory for the cache in the recipes."""
+FRACTIONS = (0.8, 0.85, 0.9)
+"""Shares of the free memory for the cache, the least that holds the requests wins: 0.8 is what the recipes have, 0.9 the
+engine's default."""
 LARGEST_BATCH = 1024
 """Largest max_batch_size of a rank in the recipes."""
 MARGIN_TOKENS = 256
@@ -104,15 +105,33 @@ def choose(case: Case) -> Choice:
     return replace(chosen, decisions=decisions)
 
 
+def fractions(case: Case) -> tuple[float, ...]:
+    """Shares of the free memory that the cache may take."""
+    asked = case.trtllm.free_gpu_memory_fraction
+    return FRACTIONS if asked is None else (asked,)
+
+
 def size(case: Case, layout: Layout) -> Choice:
-    """Limits of one rank under `layout`: the largest batch up to the wanted one whose sequences fit the cache."""
+    """Limits of one rank under `layout`, with the least share of memory that holds what is wanted, or the largest."""
+    wanted = math.ceil(case.concurrency / layout.cache_ranks) if case.concurrency else 1
+    for fraction in fractions(case):
+        choice = _sized(case, layout, fraction)
+        if choice.sequences >= wanted:
+            break
+    return choice
+
+
+def _sized(case: Case, layout: Layout, fraction: float) -> Choice:
+    """The largest batch up to the wanted one whose sequences fit the cache."""
     mtp, moe = _mtp(case, layout), moe_backend(case, layout)
     batch = math.ceil(case.concurrency / layout.cache_ranks) if case.concurrency else LARGEST_BATCH
     block = tokens_per_block(case.arch, case.hw.sm or 0)
     prompt = min(case.longest_prompt, CHUNK) if case.config.workload.chunked_prefill else case.longest_prompt
     while True:
         tokens = _round_up(prompt + batch * (1 + mtp.value) + 64, 64)
-        setup = _setup(case, layout, mtp=mtp.value, moe_backend=moe.value, max_batch_size=batch, max_num_tokens=tokens)
+        setup = _setup(
+            case, layout, mtp=mtp.value, moe_backend=moe.value, max_batch_size=batch, max_num_tokens=tokens, fraction=fraction
+        )
         memory = min(memory_of(setup), key=lambda rank: rank.kv_tokens)
         sequences = memory.sequences(case.isl + case.osl + mtp.value, block)
         if sequences >= batch or batch == 1:
@@ -211,13 +230,13 @@ def _setup(case: Case, layout: Layout, **limits: Any) -> Setup:
         model=case.config.model.name,
         version=case.trtllm.version,
         kv_format=case.kv_format,
-        fraction=case.trtllm.free_gpu_memory_fraction or USUAL_FRACTION,
         max_seq_len=min(case.longest + MARGIN_TOKENS, case.arch.max_position_embeddings),
         chunked_prefill=case.config.workload.chunked_prefill,
         **case.engine_limits,
         isl=case.isl,
         osl=case.osl,
         concurrency=case.concurrency,
+        given=case.given,
         ttft_ms=case.config.slo.ttft_ms,
         **limits,
     )

@@ -72,7 +72,7 @@ def _setup(args: Args, base: Setup) -> Setup:
     balancer = moe.get("load_balancer")
     return Setup(
         arch=base.arch, hw=base.hw, formats=base.formats, stored_as=base.stored_as, model=base.model, version=base.version,
-        isl=base.isl, osl=base.osl, concurrency=base.concurrency, role=base.role,
+        isl=base.isl, osl=base.osl, concurrency=base.concurrency, role=base.role, given=base.given,
         layout=Layout(tp, ep, adp and tp > 1, _count(args, "pipeline_parallel_size", 1, WIDEST)),
         kv_format=KV_DTYPES.get(str(kv.get("dtype")), base.kv_format),
         mtp=_count(spec, "max_draft_len", 0) or _count(spec, "num_nextn_predict_layers", 0),

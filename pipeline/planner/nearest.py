@@ -48,6 +48,7 @@ def _edits(case: Case) -> Iterator[tuple[str, Case]]:
         ("parallel", "attention_dp", None),
         ("parallel", "pp", 1),
         ("parallel", "tp", None),
+        ("engine.trtllm", "free_gpu_memory_fraction", None),
         ("quant", "kv_dtype", "fp8"),
     )
     for section, name, value in steps:
@@ -63,12 +64,25 @@ def _edits(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _shorter(case: Case) -> Iterator[tuple[str, Case]]:
-    limit, choice = case.arch.max_position_embeddings, choose(case)
+    limit = case.arch.max_position_embeddings
     if case.isl + case.osl > limit:
         osl = min(case.osl, limit // 2)
         yield f"workload.isl={limit - osl} workload.osl={osl}", replace(case, isl=limit - osl, osl=osl)
-    if case.concurrency and 1 <= choice.capacity < case.concurrency:
-        yield f"workload.concurrency={choice.capacity}", replace(case, concurrency=choice.capacity)
+    held = _held(case)
+    if case.concurrency and 1 <= held < case.concurrency:
+        yield f"workload.concurrency={held}", replace(case, concurrency=held)
+
+
+def _held(case: Case) -> int:
+    """Requests that fit at once: fewer of them may mean other drafts, which take memory, so it is asked until it settles."""
+    held = case.concurrency or 0
+    for _ in range(MOST_EDITS):
+        choice = choose(replace(case, concurrency=held)) if held else None
+        fit = min(choice.capacity, choice.setup.max_batch_size * choice.layout.cache_ranks) if choice else 0
+        if fit >= held:
+            break
+        held = fit
+    return held
 
 
 def _with_config(case: Case, config: Config) -> Case:

@@ -104,6 +104,12 @@ class Setup:
     """Requests in flight over the whole instance."""
     ttft_ms: float | None = None
     """Limit of the time to the first token, which forbids queues."""
+    given: frozenset[str] = frozenset()
+    """Settings that the user fixed, by name."""
+
+    def told(self, setting: str, value: object, plain: str) -> str:
+        """A setting for a sentence: by its name where the user fixed it, else described."""
+        return f"{setting}={value}" if setting in self.given else plain
 
     @property
     def line(self) -> tuple[int, int]:

@@ -129,9 +129,10 @@ def _sequence(setup: Setup) -> str | None:
 
 
 def _too_many(setup: Setup, held: int) -> str:
+    asked = setup.told("workload.concurrency", setup.concurrency, f"{setup.concurrency:,} requests at once")
     return (
         f"The KV cache of {setup.layout} on hw={setup.hw.name} holds {held:,} sequences of {setup.isl + setup.osl:,} tokens "
-        f"({_tightest(setup).kv_tokens:,} tokens a rank), not workload.concurrency={setup.concurrency}:"
+        f"({_tightest(setup).kv_tokens:,} tokens a rank), not {asked}:"
     )
 
 

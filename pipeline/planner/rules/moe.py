@@ -32,8 +32,9 @@ def _kernels(setup: Setup) -> str | None:
     works = [name for name, formats in MOE_SUPPORT.items() if sm in formats.get(setup.expert_format, ())]
     if backend in works:
         return None
+    asked = setup.told("engine.trtllm.moe_backend", backend, backend)
     return (
-        f"engine.trtllm.moe_backend={backend} has no kernels for {setup.expert_format} experts on SM{sm}: choose "
+        f"{asked} has no kernels for {setup.expert_format} experts on SM{sm}: choose "
         f"{' or '.join(works) or 'another format'}, or auto."
     )
 

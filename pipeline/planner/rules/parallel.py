@@ -16,7 +16,8 @@ def _gpus(setup: Setup) -> str | None:
     limit = max(hw.num_devices * (hw.num_nodes or world), hw.nvlink_domain)
     if world <= limit:
         return None
-    asked = f"parallel.tp={setup.layout.tp}" + (f" x parallel.pp={setup.layout.pp}" if setup.layout.pp > 1 else "")
+    asked = setup.told("parallel.tp", setup.layout.tp, f"an instance of {setup.layout}")
+    asked += f" x parallel.pp={setup.layout.pp}" if setup.layout.pp > 1 else ""
     return (
         f"{asked} is {world} GPUs, more than the {limit} GPUs that hw={hw.name} has: set parallel.tp={limit} or less, or "
         f"hw.num_nodes={math.ceil(world / hw.num_devices)} for an instance across the network."
@@ -28,9 +29,14 @@ def _experts(setup: Setup) -> str | None:
     ep, experts = setup.layout.ep, setup.expert_slots or setup.arch.n_routed_experts
     if experts % ep == 0:
         return None
+    if "parallel.ep" not in setup.given and "parallel.tp" in setup.given:
+        fewer = 2 ** (setup.layout.tp.bit_length() - 1)
+        asked = f"parallel.tp={setup.layout.tp}"
+        return f"{asked} does not divide the {experts} routed experts: set parallel.tp={fewer}, or leave it open."
     fitting = max(d for d in range(1, ep) if experts % d == 0)
     slots = f", or {math.ceil(experts / ep) * ep} slots with a load balancer (moe_config.load_balancer.num_slots)"
-    return f"parallel.ep={ep} does not divide the {experts} routed experts: choose a divisor such as {fitting}{slots}."
+    asked = setup.told("parallel.ep", ep, f"EP{ep}")
+    return f"{asked} does not divide the {experts} routed experts: set parallel.ep to a divisor such as {fitting}{slots}."
 
 
 def _expert_tp(setup: Setup) -> str | None:
@@ -45,7 +51,7 @@ def _expert_blocks(setup: Setup) -> str | None:
     if layout.tp % layout.ep or width % (layout.moe_tp * block) == 0:
         return None
     return (
-        f"parallel.tp={layout.tp}, ep={layout.ep} splits each expert's {width} columns over {layout.moe_tp} ranks, which "
+        f"{layout} splits each expert's {width} columns over {layout.moe_tp} ranks, which "
         f"parts the {block}-wide blocks of {setup.expert_format}: raise parallel.ep."
     )
 
@@ -54,7 +60,8 @@ def _heads(setup: Setup) -> str | None:
     tp, heads = setup.layout.tp, setup.arch.num_attention_heads
     if setup.layout.attention_dp or heads % tp == 0:
         return None
-    return f"parallel.tp={tp} does not divide the {heads} heads: set parallel.attention_dp=true or tp={math.gcd(heads, tp)}."
+    asked = setup.told("parallel.tp", tp, f"TP{tp}")
+    return f"{asked} does not divide the {heads} heads: set parallel.attention_dp=true or parallel.tp={math.gcd(heads, tp)}."
 
 
 def _attention_blocks(setup: Setup) -> str | None:

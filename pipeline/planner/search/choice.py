@@ -6,14 +6,13 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.planner.case import Case
-from pipeline.planner.choose import RECIPES, Choice, Decision, moe_backend, rank_limits
+from pipeline.planner.choose import FRACTIONS, RECIPES, Choice, Decision, moe_backend, rank_limits
 from pipeline.planner.memory import memory_of
 from pipeline.planner.perf import Machine, ablate
 from pipeline.planner.search import Found, Point, Split
 from pipeline.planner.search.chart import Mark, Series, front_svg
 from pipeline.planner.search.nodes import why_nodes
 from pipeline.planner.search.score import perf_case
-from pipeline.planner.search.space import FRACTIONS
 
 __all__ = ["choice_of", "pictured", "speed_report"]
 

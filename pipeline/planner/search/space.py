@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.planner.case import Case
-from pipeline.planner.choose import MARGIN_TOKENS, ROOM, gpu_counts, moe_backend
+from pipeline.planner.choose import MARGIN_TOKENS, ROOM, fractions, gpu_counts, moe_backend
 from pipeline.planner.memory import kv_tokens, tokens_per_block
 from pipeline.planner.policy import MOST_RANKS, instances_on, num_gpus
 from pipeline.planner.rules import REFUSE, check
 from pipeline.planner.setup import Layout, Setup, divides
 
-__all__ = ["BATCHES", "FRACTIONS", "Candidate", "candidates", "layouts", "on_nodes"]
+__all__ = ["BATCHES", "Candidate", "candidates", "layouts", "on_nodes"]
 
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 129, 16), *range(160, 257, 32), *range(320, 1025, 64))
 """Requests of one rank that are tried where `workload.concurrency` is open."""
@@ -32,9 +32,6 @@ DRAFTS = (0, 1, 3)
 """Draft tokens a step that published runs of R1 have."""
 CHUNKS = (2048, 4096, 8192)
 """Tokens a step with chunked prefill."""
-FRACTIONS = (0.8, 0.85, 0.9)
-"""Shares of the free memory for the cache, the least that holds the requests wins: 0.8 is what the recipes have, 0.9 the
-engine's default."""
 Ints = NDArray[np.int64]
 
 
@@ -114,11 +111,11 @@ def _setup(case: Case, layout: Layout, mtp: int) -> Setup:
     chunked = case.config.workload.chunked_prefill
     return Setup(
         arch=case.arch, hw=case.hw, formats=case.formats, stored_as=case.config.quant.layout, layout=layout,
-        model=case.config.model.name, version=case.trtllm.version, kv_format=case.kv_format, fraction=_fractions(case)[-1], mtp=mtp,
+        model=case.config.model.name, version=case.trtllm.version, kv_format=case.kv_format, fraction=fractions(case)[-1], mtp=mtp,
         moe_backend=moe_backend(case, layout).value, max_batch_size=1,
         max_num_tokens=min(CHUNKS) if chunked else _round_up(case.longest_prompt + 1 + mtp, 64), chunked_prefill=chunked,
         max_seq_len=min(case.longest + MARGIN_TOKENS, case.arch.max_position_embeddings),
-        isl=case.isl, osl=case.osl, **case.engine_limits,
+        isl=case.isl, osl=case.osl, given=case.given, **case.engine_limits,
     )  # fmt: skip
 
 
@@ -133,7 +130,7 @@ def _sized(case: Case, base: Setup, nodes: int, steps: bool) -> list[Candidate]:
     pairs = [(batch, tokens) for batch in batches for tokens in _steps(base, batch, case.longest_prompt)[: None if steps else 1]]
     batch, tokens = np.array(pairs).T
     found: dict[int, Candidate] = {}
-    for fraction in _fractions(case):
+    for fraction in fractions(case):
         setup = replace(base, fraction=fraction)
         cached, held = _room(setup, batch, tokens)
         for index in np.flatnonzero(held >= batch):
@@ -144,11 +141,6 @@ def _sized(case: Case, base: Setup, nodes: int, steps: bool) -> list[Candidate]:
                 room = int(cached[index]), int(held[index])
                 found[int(index)] = Candidate(case.recipe, sized, nodes, paid, replicas, load, *room)
     return [found[index] for index in sorted(found)]
-
-
-def _fractions(case: Case) -> Sequence[float]:
-    asked = case.trtllm.free_gpu_memory_fraction
-    return FRACTIONS if asked is None else (asked,)
 
 
 def _room(setup: Setup, batch: Ints, tokens: Ints) -> tuple[Ints, Ints]:
