@@ -19,12 +19,12 @@ __all__ = ["SAID_BY_FILE", "findings", "level_of", "setup_of"]
 
 SAID_BY_FILE = (
     "version", "release", "relaxed_adp", "graph_list", "graphs_above", "many_graphs", "mtp_accuracy", "relaxed", "moe_of_line",
-    "wideep", "moe_balancer", "deepep_fp4", "expert_tp", "decode_tokens", "fraction", "stored_as",
+    "wideep", "moe_balancer", "deepep_fp4", "expert_tp", "decode_tokens", "fraction", "stored_as", "transfer",
 )  # fmt: skip
 """Rules that need neither machine nor model, and stand in `pipeline/lint/args` as well."""
 TOLD = (
     "measured", "weight_only", "mixed", "mtp_format", "queue", "nodes", "deepgemm_mtp", "kv_bf16", "balance", "beside", "uneven",
-    "shared_experts", "graphs_below", "transfer", "moe_unknown", "block_size", "idle", "room", "sequence",
+    "shared_experts", "graphs_below", "moe_unknown", "block_size", "idle", "room", "sequence",
 )  # fmt: skip
 """What runs all the same, if not at its best: published recipes do some of it on purpose."""
 KEYS = {
@@ -38,7 +38,6 @@ KEYS = {
     "expert_blocks": "moe_expert_parallel_size", "heads": "tensor_parallel_size", "attention_blocks": "tensor_parallel_size",
     "stages": "pipeline_parallel_size", "prefill_stages": "pipeline_parallel_size", "nodes": "tensor_parallel_size",
     "idle": "enable_attention_dp", "uneven": "enable_attention_dp", "balance": "enable_attention_dp",
-    "transfer": "cache_transceiver_config.backend",
 }  # fmt: skip
 """Rule -> the argument that it is about."""
 SPELLINGS = {

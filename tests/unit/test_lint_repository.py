@@ -107,6 +107,7 @@ CASES: dict[str, tuple[str, dict[str, Edit]]] = {
     "engine/v1-streams": ("ensemble", {ENGINE: ("inflight_fused_batching", "V1")}),
     "engine/max-utilization": parameter("batch_scheduler_policy", "max_utilization"),
     "engine/removed-parameter": parameter("enable_trt_overlap", "true"),
+    "engine/unknown-parameter": parameter("batch_schedule_policy", "max_utilization"),
     "engine/no-engine": ("ensemble", {ENGINE: ("gpt_model_path", "engine")}),
     "engine/batch": ("ensemble", {}),
     "engine/version": ("ensemble", {}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 
 from pipeline.core.errors import ConfigError
@@ -23,6 +24,20 @@ ALLOWED = {
 }
 SHARES = ("kv_cache_free_gpu_mem_fraction", "cross_kv_cache_fraction", "gpu_weights_percent", "lora_cache_gpu_memory_fraction")
 REMOVED = ("enable_trt_overlap",)
+KNOWN = (
+    "gpt_model_type", "gpt_model_path", "encoder_model_path", "engine_dir", "batching_strategy", "batch_scheduler_policy",
+    "decoding_mode", "guided_decoding_backend", "xgrammar_tokenizer_info_path", "tokenizer_dir", "executor_worker_path",
+    "kv_cache_free_gpu_mem_fraction", "cross_kv_cache_fraction", "gpu_weights_percent", "lora_cache_gpu_memory_fraction",
+    "max_beam_width", "max_tokens_in_paged_kv_cache", "kv_cache_host_memory_bytes", "enable_kv_cache_reuse",
+    "max_attention_window_size", "sink_token_length", "exclude_input_in_output", "cancellation_check_period_ms",
+    "stats_check_period_ms", "recv_poll_period_ms", "iter_stats_max_iterations", "request_stats_max_iterations",
+    "normalize_log_probs", "gpu_device_ids", "participant_ids", "num_nodes", "lora_cache_optimal_adapter_size",
+    "lora_cache_max_adapter_size", "lora_cache_host_memory_bytes", "lora_prefetch_dir", "medusa_choices", "eagle_choices",
+    "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size", "enable_chunked_context",
+    "multi_block_mode", "enable_context_fmha_fp32_acc", "cuda_graph_mode", "cuda_graph_cache_size",
+    "speculative_decoding_fast_logits", "FORCE_CPU_ONLY_INPUT_TENSORS", "prompt_embedding_table_data_type", *REMOVED,
+)  # fmt: skip
+"""Parameters of the engine's model; others are ignored, so only near misses are told."""
 
 
 def _served(model: Model) -> bool:
@@ -88,6 +103,13 @@ def _removed(model: Model) -> Iterator[Fault]:
             yield Fault(model.at_parameter(key), f"{key} is no parameter any more, and read by nobody")
 
 
+def _misspelt(model: Model) -> Iterator[Fault]:
+    for key in model.config.parameters if model.config.backend == "tensorrtllm" else ():
+        near = get_close_matches(key, KNOWN, n=1, cutoff=0.85) if key not in KNOWN else []
+        if near:
+            yield Fault(model.at_parameter(key), f"{key} is read by nobody", f"did you mean {near[0]}?")
+
+
 def _engine_dir(model: Model) -> Iterator[Fault]:
     if model.config.backend == "tensorrtllm" and not {"gpt_model_path", "engine_dir"} & model.parameters.keys():
         yield Fault(model.at(r"\bparameters\b", "parameters.gpt_model_path"), "no gpt_model_path names the engine")
@@ -140,6 +162,7 @@ RULES: tuple[Rule[Model], ...] = (
     Rule("engine/v1-streams", WARNING, _v1, "set inflight_fused_batching", DOCS),
     Rule("engine/max-utilization", WARNING, _policy, "set guaranteed_no_evict, the default", "tensorrtllm_backend issue 120"),
     Rule("engine/removed-parameter", WARNING, _removed, "remove it", DOCS),
+    Rule("engine/unknown-parameter", WARNING, _misspelt, "correct the name", f"{DOCS}; fill_template.py passes misspelt names"),
     Rule("engine/no-engine", ERROR, _engine_dir, "set it to the engine's folder", DOCS),
     Rule("engine/batch", ERROR, _batch, "lower max_batch_size", "tensorrtllm_backend issue 130"),
     Rule("engine/version", ERROR, _version, "serve from the image that holds that release, or build again",
