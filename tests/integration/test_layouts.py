@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.core.errors import MissingToolError
+from pipeline.core.errors import ConfigError, MissingToolError
 from pipeline.core.stage import StageContext
 from pipeline.triton import releases, server, smoke
 from pipeline.triton.client import Client, TritonError
@@ -75,6 +75,7 @@ def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     before = set(repository.rglob("*"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAKE_STEP", str(STEP))
+        patch.setattr(server, "EXIT_TIMEOUT", 1)  # the stub is dead by then: waiting for it is in vain
         patch.setattr(server, "_command", serving.with_vllm_backend(server._command))
         with server.start(CONFIG.serve, repository) as started, Client(started.endpoint, NAME, timeout=20) as client:
             yield Layout(request.param, started, client, "tensorrt_llm" if request.param == "bls" else NAME)
@@ -164,6 +165,23 @@ def test_an_error_inside_a_good_answer_is_an_error(layout: Layout) -> None:
     with pytest.raises(TritonError, match="exactly 1 response") as caught:
         layout.client.generate("abc\n", max_tokens=5, stream=True)
     assert caught.value.status == 200
+
+
+def test_what_generate_passes_over_in_silence_is_refused_elsewhere(layout: Layout) -> None:
+    """`max_token` for `max_tokens`: HTTP's generate ignores it, gRPC and our client do not."""
+    body = layout.client.body("abc\n", max_tokens=3)
+    assert layout.running.endpoint.generate(NAME, body | {"max_token": 1})["text_output"] in ("abc", ["abc"])
+    with pytest.raises(TritonError, match="unexpected inference input 'max_token'"):
+        layout.client.infer(body | {"max_token": 1})
+    with pytest.raises(ConfigError, match="has no input for max_token"):
+        layout.client.generate("abc\n", max_token=1)
+
+
+def test_plain_infer_is_no_way_to_ask_a_model_that_streams(layout: Layout) -> None:
+    body = {"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["ab"]}]}
+    with pytest.raises(TritonError, match="decoupled transaction policy") as caught:
+        layout.running.endpoint._open(f"/v2/models/{NAME}/infer", body, 5.0)
+    assert caught.value.status == 501
 
 
 def test_requests_run_side_by_side(layout: Layout) -> None:
