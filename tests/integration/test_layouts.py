@@ -109,6 +109,13 @@ def test_the_index_is_the_expected_set(layout: Layout) -> None:
     assert smoke.entry(list(layout.running.models)) == NAME
 
 
+def test_the_server_runs_in_a_folder_of_its_own(layout: Layout) -> None:
+    """Started inside a clone of TensorRT-LLM, Python would import the clone, which has no bindings."""
+    folder = Path(f"/proc/{layout.running.process.pid}/cwd").resolve()
+    assert folder == layout.running.log.parent
+    assert (folder / "repository").is_dir()
+
+
 def test_chunks_are_many_come_in_time_and_add_up(layout: Layout) -> None:
     with layout.client.stream("abc\n", max_tokens=30) as stream:
         chunks = [chunk for chunk in stream if chunk.text]
