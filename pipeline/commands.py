@@ -94,7 +94,8 @@ def package(options: Options, console: Console) -> int:
     results = _build(options, console, "package")
     result = results["package"]
     not_run = read_json(results["engine"].out / "engine.json").get("not_run")
-    console.line(f"model repository: {result.out / 'repository'}")
+    repository = result.out / "repository"
+    console.line(f"model repository: {repository}" if repository.is_dir() else f"package: {result.out}")
     if not_run:
         console.line(f"not run here: {not_run}")
     console.result({"stage": "package", "folder": str(result.out), "digest": result.digest(), "not_run_here": not_run})
