@@ -91,6 +91,8 @@ class HwConfig:
     """null where the chip has no FP4 tensor cores."""
     nvlink_bandwidth: float | None = limited(None, least=1)
     """Bytes a second of one device, one direction."""
+    network_bandwidth: float = limited(50e9, least=1)
+    """Bytes a second of one device, one direction, to GPUs outside of its NVLink domain: its share of the network cards."""
     tdp: float | None = limited(None, above=0)
     """Watts of one device."""
     weight_formats: list[str] = limited(default_factory=list, one_of=WEIGHT_FORMATS)

@@ -8,6 +8,7 @@ from typing import Any
 from pipeline.config.schema import Config, HwConfig, SloConfig, TrtllmEngineConfig
 from pipeline.engines.trtllm.versions import known_lines, version_line
 from pipeline.models.arch import Arch
+from pipeline.planner.placement import wired
 from pipeline.planner.policy import precision_of
 from pipeline.planner.workload import Demand, demand_of
 
@@ -121,7 +122,9 @@ class Case:
 
 
 def case_of(config: Config, arch: Arch) -> Case:
-    """The case of a configuration. Lengths that an embedded model, a stand-in, cannot have are cut."""
+    """The case of a configuration, on the machine as it is wired. Lengths that an embedded model, a stand-in, cannot have are
+    cut."""
+    config = replace(config, hw=wired(config.hw))
     precision = precision_of(config, arch)
     demand = demand_of(config.workload, config.slo.tpot_ms)
     case = Case(

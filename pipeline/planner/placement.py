@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,23 @@ from pipeline.config.schema import HwConfig
 from pipeline.planner.setup import Setup
 from pipeline.planner.topology import Topology, all_reduce, all_to_all, place, read
 
-__all__ = ["placement_notes", "placement_report", "rank_places"]
+__all__ = ["placement_notes", "placement_report", "rank_places", "wired"]
 
 ACTIVATION_BYTES = 2
 """BF16, as collectives carry it unless told otherwise."""
+
+
+def wired(hw: HwConfig) -> HwConfig:
+    """The machine as `hw.topology` shows it: where its GPUs are several NVLink domains, the way between those is the slowest
+    link that the file shows. A domain that is larger than the node is not in the file and is believed."""
+    if hw.topology is None:
+        return hw
+    topology = read(Path(hw.topology), hw.nvlink_bandwidth)
+    domain = max(map(len, topology.domains()))
+    if domain == topology.num_gpus:
+        return hw
+    slowest = min(topology.bandwidth(a, b) for a in range(topology.num_gpus) for b in range(a))
+    return replace(hw, nvlink_domain=domain, network_bandwidth=min(hw.network_bandwidth, slowest))
 
 
 def rank_places(hw: HwConfig, ranks: int, instances: int) -> list[dict[str, int]]:
@@ -80,8 +94,8 @@ def placement_notes(placement: dict[str, Any] | None, setup: Setup) -> list[str]
     if any(gpus <= set(domain) for domain in placement["nvlink_domains"]):
         return []
     return [
-        f"The instance's {wanted} GPUs are not in one NVLink domain of hw.topology, and the predicted speed takes them to be: "
-        f"expect less, or set parallel.tp={len(largest)} or less."
+        f"The instance's {wanted} GPUs are not in one NVLink domain of hw.topology: its collectives are predicted at "
+        f"{setup.hw.network_bandwidth / 1e9:g} GB/s a GPU, where parallel.tp={len(largest)} or less stays inside one."
     ]
 
 

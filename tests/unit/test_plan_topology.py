@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.core.errors import ConfigError
-from pipeline.planner.placement import rank_places
+from pipeline.planner.placement import rank_places, wired
 from pipeline.planner.topology import CLASSES, LATENCY, PCIE, all_reduce, all_to_all, parse, place, read, ring
 from pipeline.stages.plan import toolchain
 from tests.unit.test_plan import config_of, plan
@@ -112,6 +112,16 @@ def test_a_plan_with_a_topology_maps_its_ranks():
     assert plan("+hw=h200", "model=deepseek_r1").report["topology"] is None
 
 
+def test_the_predicted_speed_is_that_of_the_links_which_are_there():
+    asked = ("+hw=h200", "model=deepseek_r1", "workload.concurrency=256", "parallel=adp8_ep8")
+    switched, pcie = (plan(*asked, f"hw.topology={DATA / name}.txt").report for name in ("h100_nvswitch", "pcie_interleaved"))
+    assert switched["predicted"] == plan(*asked).report["predicted"]
+    first, second = (report["predicted"]["terms_us"]["collective_transfer"] for report in (switched, pcie))
+    assert second > 1.5 * first and pcie["predicted"]["tokens_per_gpu"] < switched["predicted"]["tokens_per_gpu"]
+    tray = load(["+hw=gb200", "model=deepseek_r1", f"hw.topology={DATA / 'gb200_tray.txt'}"]).hw
+    assert wired(tray) == tray, "a rack's domain is larger than what a tray shows"
+
+
 def test_a_node_that_the_predicted_speed_does_not_know_is_warned_of(tmp_path):
     def warnings(file: Path) -> str:
         return "\n".join(plan("+hw=h200", "model=deepseek_r1", f"hw.topology={file}").report["warnings"])
@@ -120,6 +130,7 @@ def test_a_node_that_the_predicted_speed_does_not_know_is_warned_of(tmp_path):
     one.write_text("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-3\t0\n")
     assert "shows 1 of the 8 GPUs" in warnings(one)
     assert "8 GPUs are not in one NVLink domain" in warnings(DATA / "pcie_interleaved.txt")
+    assert "predicted at 30 GB/s a GPU" in warnings(DATA / "pcie_interleaved.txt")
     assert "hw.topology" not in warnings(DATA / "h100_nvswitch.txt")
 
 

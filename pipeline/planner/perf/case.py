@@ -13,8 +13,6 @@ __all__ = ["ENGINE", "Machine", "PerfCase", "checkpoint_formats"]
 
 ENGINE = "1.2.0rc6"
 """TensorRT-LLM line of predictions that name none."""
-SCALE_OUT = 50e9
-"""Bytes a second and GPU, one direction, of a 400 Gb/s network card."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +26,8 @@ class Machine:
     """By operand type: bf16, fp8 and, where the chip has it, fp4."""
     nvlink: float
     nvlink_domain: int
-    scale_out: float = SCALE_OUT
+    scale_out: float = 50e9
+    """Of one GPU's way out of its NVLink domain, one direction."""
     memory_bytes: float
     """As software sees it."""
 
@@ -45,7 +44,7 @@ class Machine:
             flops["fp4"] = float(hw.flops_fp4)
         return cls(
             name=hw.name, sm=hw.sm, bandwidth=hw.memory_bandwidth, flops=flops, nvlink=hw.nvlink_bandwidth,
-            nvlink_domain=hw.nvlink_domain, memory_bytes=hw.memory_bytes,
+            nvlink_domain=hw.nvlink_domain, scale_out=hw.network_bandwidth, memory_bytes=hw.memory_bytes,
         )  # fmt: skip
 
 
