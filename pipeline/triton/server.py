@@ -40,6 +40,8 @@ __all__ = ["Installation", "Server", "find_server", "serve_command", "start"]
 
 CONTAINER_PATH = Path("/opt/tritonserver/bin/tritonserver")
 INSTALL_LINE = "pip install --no-deps nvidia-pytriton==0.7.0 'numpy<2'"
+WHEEL = "24.10"
+"""Release of Triton that the wheel holds."""
 POLL = 0.05
 EXIT_TIMEOUT = 5
 """Seconds that requests in flight get when the server is told to stop."""
@@ -62,6 +64,8 @@ class Installation:
     environment: dict[str, str] = field(default_factory=dict)
     backend_files: tuple[Path, ...] = ()
     """Files of the python backend to be linked into a folder of our own; none: the server's default folder."""
+    release: str | None = None
+    """Release of Triton, where it is known before the server runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,7 @@ def _wheel(executable: Path) -> Installation:
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [libraries, os.environ.get("LD_LIBRARY_PATH")])),
         },
         backend_files=(backend / "libtriton_python.so", backend / "triton_python_backend_utils.py", stub),
+        release=WHEEL,
     )
 
 
@@ -151,7 +156,8 @@ def _require_libpython(version: str) -> str:
 @contextlib.contextmanager
 def start(config: ServeConfig, repository: Path) -> Iterator[Server]:
     """A ready server on `repository`; stopped, and everything of it removed, when the block ends."""
-    installation, models = find_server(config), tuple(sorted(check_repository(repository)))
+    installation = find_server(config)
+    models = tuple(sorted(check_repository(repository, installation.release)))
     endpoint = _endpoint(config)
     prefix = f"pipeline_{os.getpid()}_{secrets.token_hex(4)}_"
     with tempfile.TemporaryDirectory(prefix="pipeline_triton_", ignore_cleanup_errors=True) as work:

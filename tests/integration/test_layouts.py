@@ -271,6 +271,16 @@ def test_a_stub_that_died_is_told_from_a_healthy_model(layout: Layout) -> None:
     assert "performance" not in report
 
 
+def test_a_repository_for_a_newer_server_is_refused_before_this_one_starts(tmp_path: Path) -> None:
+    engine = serving.write_fake_bundle(tmp_path / "engine")
+    (tmp_path / "package" / "repository").mkdir(parents=True)
+    common = {"config": CONFIG, "checkpoint": None, "progress": serving.Quiet()}
+    ctx = StageContext(inputs={"engine": engine}, out=tmp_path / "package", **common)
+    import_module("pipeline.triton.layouts.llmapi").layout(ctx, releases.releases()[-1])
+    with pytest.raises(server.StageError, match=r"model_metrics came with Triton 24\.12: 24\.10"):
+        server.start(CONFIG.serve, tmp_path / "package" / "repository").__enter__()
+
+
 def test_without_tensorrt_llm_the_server_does_not_start_and_says_why(tmp_path: Path) -> None:
     repository = generate_repository("llmapi", tmp_path)
     shutil.rmtree(repository / NAME / "1" / "tensorrt_llm")

@@ -29,7 +29,7 @@ NAME = "fake_r1"
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "check_repository", lambda repository: {NAME: None})
+    monkeypatch.setattr(server, "check_repository", lambda repository, release: {NAME: None})
 
 
 def repository(folder: Path, tag: str) -> Path:
@@ -76,7 +76,7 @@ def test_a_model_that_would_stream_one_token_of_many_does_not_start(tmp_path: Pa
     pbtxt.write(folder / NAME / "config.pbtxt", config)
     assert yaml.safe_load((folder / NAME / "1" / "model.yaml").read_text())["triton_config"]["decoupled"] is True
     said = refusal(folder)
-    assert "config.pbtxt says decoupled False and max_batch_size 0, model.yaml says True and 0; make them equal" in said
+    assert "decoupled False and max_batch_size 0, triton_config of model.yaml says True and 0; make them equal" in said
 
 
 def test_a_folder_beside_the_models_is_taken_for_one(tmp_path: Path) -> None:

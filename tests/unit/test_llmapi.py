@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import threading
 import time
@@ -131,8 +132,9 @@ def code(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     modules = {"triton_python_backend_utils": backend} | dict.fromkeys(("tensorrt_llm", "tensorrt_llm.llmapi"), fake_tensorrt_llm)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "sampling", None)
-    load_file("sampling")
+    for name in ("sampling", "settings"):
+        monkeypatch.setitem(sys.modules, name, None)
+        load_file(name)
     return load_file("model")
 
 
@@ -141,7 +143,8 @@ def arguments(folder: Path, config: dict[str, Any] = CONFIG, **settings: Any) ->
     policy = {"decoupled": True, "max_batch_size": 0}
     settings = {"model": "checkpoint", "tensor_parallel_size": 2, "triton_config": policy} | settings
     (folder / "1" / "model.yaml").write_text(yaml.safe_dump(settings))
-    return {"model_config": json.dumps(config), "model_repository": str(folder), "model_version": "1", "model_name": "m"}
+    names = {"model_name": "m", "model_instance_name": "m_0_1"}
+    return {"model_config": json.dumps(config), "model_repository": str(folder), "model_version": "1", **names}
 
 
 @pytest.fixture
@@ -294,6 +297,24 @@ def test_shutting_down_answers_what_still_runs(code, tmp_path):
 def test_config_and_model_yaml_must_agree(code, tmp_path):
     with pytest.raises(RuntimeError, match="make them equal"):
         code.TritonPythonModel().initialize(arguments(tmp_path, {"max_batch_size": 0}))
+
+
+def test_instances_get_gpus_of_their_own(code, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
+    lists = {**LIMIT, "gpu_device_ids": {"string_value": "0,1;4,5"}}
+    two = CONFIG | {"instance_group": [{"count": 2, "kind": "KIND_CPU"}], "parameters": lists}
+    found = sys.modules["settings"].read_settings(arguments(tmp_path, two))
+    assert (found.engine["gpus_per_node"], os.environ["CUDA_VISIBLE_DEVICES"]) == (2, "4,5"), "the second, m_0_1"
+    with pytest.raises(RuntimeError, match=r"2 instances need as many lists of GPUs .*; it has 0"):
+        sys.modules["settings"].read_settings(arguments(tmp_path, two | {"parameters": LIMIT}))
+
+
+def test_the_period_of_model_yaml_is_used_and_what_it_lacks_is_named(code, tmp_path):
+    policy = {"decoupled": True, "max_batch_size": 0, "cancellation_check_period_ms": 250}
+    found = sys.modules["settings"].read_settings(arguments(tmp_path, triton_config=policy))
+    assert (found.cancel_period, found.max_requests) == (0.25, 3)
+    with pytest.raises(RuntimeError, match=r"triton_config of model.yaml says None and None; make them equal"):
+        sys.modules["settings"].read_settings(arguments(tmp_path, triton_config={}))
 
 
 def test_a_missing_engine_is_named_with_the_way_out(code, tmp_path, monkeypatch):

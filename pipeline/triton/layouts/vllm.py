@@ -47,6 +47,8 @@ OUTPUTS = pbtxt.specs(
         "num_output_tokens": "UINT32[-1]",
     }
 )
+PARAMETERS = {"ENABLE_VLLM_HEALTH_CHECK": "true", "REPORT_CUSTOM_METRICS": "true"}
+"""The backend unloads a model whose engine died, so that readiness says so, and publishes vLLM's metrics."""
 
 
 def layout(ctx: StageContext, release: Release | None = None) -> None:
@@ -57,7 +59,7 @@ def layout(ctx: StageContext, release: Release | None = None) -> None:
         name,
         inputs=INPUTS,
         outputs=OUTPUTS,
-        parameters={"REPORT_CUSTOM_METRICS": "true", "max_seq_len": str(args["max_model_len"])},
+        parameters=PARAMETERS | {"max_seq_len": str(args["max_model_len"])},
         backend="vllm",
         kind=pb.ModelInstanceGroup.KIND_MODEL,
         release=release,

@@ -5,48 +5,34 @@ model on purpose: while streaming, each response holds only the new text (the LL
 half of a character, what it does not serve is refused instead of ignored, and so is what no longer fits into the queue.
 
 `LLM` lives on an event loop in a thread of its own. Each request is a task there: it feeds the client, and ends the
-generation when the client is gone (looked for every CANCEL_PERIOD) or when a request with its id says `stop`.
+generation when the client is gone (looked for every cancellation_check_period_ms) or when a request with its id says `stop`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-import yaml
 from sampling import Call, read_call, wants_stop
+from settings import read_settings
 
-CANCEL_PERIOD = 0.1
-"""Seconds between two looks at whether the client is gone."""
 HALF = "\N{REPLACEMENT CHARACTER}"
 """Ends the text while the last character's tokens are not all there."""
-JOB_VARIABLES = ("OMPI_", "PMIX_", "PMI_")
-"""Left by a launcher such as mpirun; LLM would take this process for one rank of that job."""
 
 
 class TritonPythonModel:
     """What Triton calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Read model.yaml, hold it against config.pbtxt, and start the engine."""
-        folder = Path(args["model_repository"]) / args["model_version"]
-        file = Path(os.environ.get("LLM_CONFIG_PATH", folder / "model.yaml"))
-        settings, config = yaml.safe_load(file.read_text(encoding="utf-8")), json.loads(args["model_config"])
-        _same_policy(settings.pop("triton_config"), config)
-        for name in [name for name in os.environ if name.startswith(JOB_VARIABLES)]:
-            del os.environ[name]
+        """Read the settings and start the engine."""
+        settings = read_settings(args)
         llm, self._sampling_params, self._guided = _tensorrt_llm()
-        settings["model"] = str(folder / settings["model"])  # an absolute path stays what it is
-        self._llm = llm(**settings)
-        self._guides = bool(settings.get("guided_decoding_backend"))
-        self._room = threading.BoundedSemaphore(int(config["parameters"]["max_requests"]["string_value"]))
+        self._llm = llm(**settings.engine)
+        self._settings, self._room = settings, threading.BoundedSemaphore(settings.max_requests)
         self._metrics = Metrics(args["model_name"])
         self._stops: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,7 +58,7 @@ class TritonPythonModel:
 
     def _possible(self, call: Call) -> Call:
         """The call, if the engine is set up for what it asks."""
-        if call.guide and not self._guides:
+        if call.guide and not self._settings.guides:
             raise ValueError("guided_decoding_guide: the engine has no guided_decoding_backend; set it in its arguments")
         return call
 
@@ -136,7 +122,7 @@ class TritonPythonModel:
         try:
             while True:
                 waiting = waiting or asyncio.ensure_future(_next(steps))
-                done, _ = await asyncio.wait((waiting,), timeout=CANCEL_PERIOD)
+                done, _ = await asyncio.wait((waiting,), timeout=self._settings.cancel_period)
                 if unwanted():
                     raise _Cancelled
                 if not done:
@@ -219,19 +205,6 @@ def _tensorrt_llm() -> tuple[Any, Any, Any]:
             "tritonserver:<tag>-trtllm-python-py3 container, or package for engine=torch"
         ) from error
     return LLM, SamplingParams, GuidedDecodingParams
-
-
-def _same_policy(wanted: dict[str, Any], config: dict[str, Any]) -> None:
-    """Refuse a config.pbtxt that contradicts model.yaml: Triton obeys the first, this code would obey the second."""
-    decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled", False))
-    batch = int(config.get("max_batch_size", 0))
-    if (decoupled, batch) != (wanted["decoupled"], wanted["max_batch_size"]):
-        raise RuntimeError(
-            f"config.pbtxt says decoupled {decoupled} and max_batch_size {batch}, model.yaml says "
-            f"{wanted['decoupled']} and {wanted['max_batch_size']}; make them equal"
-        )
-    if not decoupled or batch:
-        raise RuntimeError("this model streams, one prompt a request: decoupled must be true, max_batch_size 0")
 
 
 def _final_outputs(call: Call, result: Any) -> dict[str, Any]:
