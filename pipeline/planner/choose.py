@@ -262,7 +262,9 @@ def rank_limits(case: Case, layout: Layout, batch: int, tokens: int) -> tuple[De
     else:
         batch_reason = f"what the cache holds, {LARGEST_BATCH} at most"
     prompt = f"{CHUNK} tokens of a prompt" if case.config.workload.chunked_prefill else "one whole prompt"
-    if case.concurrency and case.concurrency <= LOW_CONCURRENCY:
+    if asked := case.trtllm.args.get("stream_interval"):
+        stream = Decision("stream_interval", asked, "asked for", "engine.trtllm.args")
+    elif case.concurrency and case.concurrency <= LOW_CONCURRENCY:
         stream = Decision("stream_interval", 1, "few requests: every token is sent at once")
     else:
         stream = Decision("stream_interval", 10, "ten tokens a message: detokenising and sending cost less", RECIPES)

@@ -23,13 +23,31 @@ BALANCE = {"enable_balance": True, "timeout_iters": 60, "batching_wait_iters": 0
 KV_DTYPES = {"fp8": "fp8", "nvfp4": "nvfp4"}
 TRANSFER_MS = 60_000
 """The default of 1.3."""
+SETTINGS = {
+    "tensor_parallel_size": "parallel.tp",
+    "pipeline_parallel_size": "parallel.pp",
+    "moe_expert_parallel_size": "parallel.ep",
+    "enable_attention_dp": "parallel.attention_dp",
+    "max_batch_size": "workload.concurrency",
+    "max_seq_len": "workload.isl and workload.osl",
+    "enable_chunked_prefill": "workload.chunked_prefill",
+    "kv_cache_config.dtype": "quant.kv_dtype",
+    "kv_cache_config.free_gpu_memory_fraction": "engine.trtllm.free_gpu_memory_fraction",
+    "kv_cache_config.enable_block_reuse": "engine.trtllm.block_reuse",
+    "moe_config.backend": "engine.trtllm.moe_backend",
+    "cuda_graph_config": "engine.trtllm.cuda_graphs",
+    "speculative_config": "engine.trtllm.mtp",
+}
+"""Argument -> the setting that decides it."""
+FREE = ("attention_dp_config", "cache_transceiver_config", "trust_remote_code")
+"""What no prediction depends on: the user's own replace the usual ones."""
 
 
 def render(role: Mapping[str, Any], line: VersionLine) -> dict[str, Any]:
     """One role of deploy.json (`roles.roles_of`) as arguments of `tensorrt_llm.LLM`.
 
     Raises:
-        ConfigError: engine.trtllm.args sets what the plan chooses.
+        ConfigError: engine.trtllm.args sets what the plan chooses otherwise.
         StageError: the line does not take the arguments.
     """
     args = {**_limits(role), **_optional(role, line)}
@@ -94,16 +112,18 @@ def _transceiver(role: Mapping[str, Any], line: VersionLine) -> dict[str, Any]:
 
 
 def _merge(args: dict[str, Any], more: Mapping[str, Any], prefix: str) -> None:
-    """Add the user's own arguments; none may be there already."""
+    """Add the user's own arguments; none may be one that the plan chooses otherwise."""
     for key, value in more.items():
-        if key not in args:
+        name = f"{prefix}{key}"
+        if isinstance(args.get(key), dict) and isinstance(value, Mapping):
+            _merge(args[key], value, f"{name}.")
+        elif key not in args or args[key] == value or name.split(".")[0] in FREE:
             args[key] = value
-        elif isinstance(args[key], dict) and isinstance(value, Mapping):
-            _merge(args[key], value, f"{prefix}{key}.")
         else:
+            setting = SETTINGS.get(name) or SETTINGS.get(name.split(".")[0]) or "parallel.*, workload.*, slo.* and engine.trtllm.*"
             raise ConfigError(
-                f"engine.trtllm.args.{prefix}{key}={value}, but the plan chooses {prefix}{key}={args[key]}: leave it out; "
-                f"parallel.*, workload.*, slo.* and engine.trtllm.* decide it."
+                f"engine.trtllm.args.{name}={value}, but the plan chooses {name}={args[key]}: leave it out; "
+                f"set {setting} for another one."
             )
 
 
