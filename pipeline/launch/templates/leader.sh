@@ -34,6 +34,7 @@ for host in "${hosts[@]:1}"; do
   done
 done
 
+# Ranks of one pod lie together (ppr), which is how GPUs are counted; nothing is bound, since loading needs all cores.
 exec mpirun --allow-run-as-root -n "$ranks" --host "$(printf '%s\n' "${hosts[@]/%/:$per_node}" | paste -sd,)" \
   --map-by "ppr:$per_node:node" --bind-to none --mca orte_keep_fqdn_hostnames 1 --mca pml ob1 \
   --mca plm_rsh_args "-p $port -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null" \

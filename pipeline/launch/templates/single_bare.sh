@@ -11,6 +11,7 @@ stop() {
 }
 trap stop EXIT
 
+# In the background; its number is kept for the end.
 start() {
   "$@" &
   pids+=("$!")
