@@ -66,11 +66,15 @@ def write(ctx: StageContext, out: Path) -> None:
         file.write_text(text, encoding="utf-8")
         if text.startswith("#!"):
             file.chmod(0o755)
+    if files.keys() == {"instance.sh", "README.md"}:
+        ctx.progress.note(f"no launcher here starts {fleet.engine} over {fleet.num_nodes} nodes: start launch/instance.sh yourself")
     _take_along(engine, out.parent, fleet)
 
 
 def _take_along(engine: Path, package: Path, fleet: Fleet) -> None:
-    """What servers of one role read beside the Triton repository: the checkpoint, linked, and their arguments."""
+    """What servers read beside the Triton repository: what was kept of warming; of one role also the checkpoint and arguments."""
+    if fleet.warmed:
+        link_tree(engine / "cache", package / "cache")
     if not fleet.disaggregated:
         return
     if not (package / "checkpoint").exists():

@@ -92,6 +92,8 @@ class Fleet:
     """Where clients ask."""
     claim: str
     """PersistentVolumeClaim that holds the package."""
+    warmed: bool = False
+    """Whether the bundle has what the engine kept when it was warmed (`cache/ROLE/`)."""
 
     @property
     def num_nodes(self) -> int:
@@ -168,6 +170,7 @@ def _fleet(
         sm=int(deploy.get("sm") or config.hw.sm or 0),
         http_port=_ports(config)[0],
         claim=config.serve.claim or f"{dns_label(config.model.name)}-package",
+        warmed=bool(described.get("warmed")),
     )
 
 

@@ -18,7 +18,7 @@ def instance_script(fleet: Fleet) -> str:
     return fill(
         "instance.sh",
         instances="\n".join(map(_case, fleet.instances)),
-        environment="".join(_export(row) for row in fleet.environment),
+        environment="".join(_export(row) for row in fleet.environment) + (fill("warm.sh") if fleet.warmed else ""),
         imex=fill("imex.sh") if fleet.needs_imex else "",
         server=fill(template).rstrip("\n"),
         bind=fill("grace.sh" if fleet.multi_node_nvlink else "no_bind.sh").rstrip("\n"),

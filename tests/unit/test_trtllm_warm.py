@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,16 @@ import yaml
 
 from pipeline.config.load import load
 from pipeline.core.errors import MissingToolError, StageError
+from pipeline.core.jsonio import write_json
+from pipeline.core.stage import StageContext
 from pipeline.engines import trtllm
+from pipeline.engines.trtllm.llm_args import render, to_yaml
+from pipeline.engines.trtllm.versions import version_line
 from pipeline.engines.trtllm.warm import warm
+from pipeline.launch import write
+from pipeline.launch.script import fill
+from pipeline.planner.plan import make_plan
+from scripts.lint_rendered import lint_text
 
 ARGS = {
     "tensor_parallel_size": 2, "pipeline_parallel_size": 1, "cuda_graph_config": {"max_batch_size": 8},
@@ -69,6 +79,39 @@ def test_too_few_gpus_are_told_before_anything_is_loaded(bundle):
     with pytest.raises(MissingToolError, match="takes 4 GPUs, and this machine shows 2"):
         warm(bundle, {"aggregated": {**ARGS, "pipeline_parallel_size": 2}}, [], Notes())
     assert not (bundle / "cache").exists()
+
+
+def test_a_server_starts_with_a_writable_copy_of_what_was_kept(tmp_path):
+    kept = tmp_path / "package" / "cache" / "generation"
+    kept.mkdir(parents=True)
+    (kept / "autotuner.json").write_text("tuned")
+    (kept / "autotuner.json").chmod(0o444)
+    script = f"set -eu; package={tmp_path}/package name=generation-1 prefix=generation_1_ rank=3\n{fill('warm.sh')}"
+    script += 'echo more >>"$TLLM_AUTOTUNER_CACHE_PATH"; env | grep TRTLLM_DG_CACHE_DIR'
+    for _ in range(2):  # what an earlier run left is replaced
+        done = subprocess.run(["bash", "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)}, text=True, capture_output=True)
+        copy = tmp_path / "warmed_generation_1_3"
+        assert done.stdout == f"TRTLLM_DG_CACHE_DIR={copy}/deep_gemm\n", done.stderr
+        assert (copy / "autotuner.json").read_text() == "tunedmore\n"
+
+
+def test_a_warmed_bundle_is_packaged_with_what_was_kept(tmp_path):
+    engine = tmp_path / "engine"
+    (engine / "cache" / "aggregated").mkdir(parents=True)
+    (engine / "cache" / "aggregated" / "autotuner.json").write_text("tuned")
+    config = load(["+hw=b200", "model=deepseek_r1"])
+    deploy = make_plan(config, config.model.hf).deploy
+    args = render(deploy, version_line("1.2"))
+    (engine / "llm_args.yaml").write_text(to_yaml(args))
+    write_json(engine / "engine.json", {"kind": "trtllm", "line": "1.2", "warmed": ["cache/aggregated/autotuner.json"]})
+    write_json(tmp_path / "deploy.json", deploy)
+    package = tmp_path / "package"
+    package.mkdir()
+    ctx = StageContext(config=config, inputs={"engine": engine, "plan": tmp_path}, checkpoint=None, out=package, progress=Notes())
+    write(ctx, package / "launch")
+    assert (package / "cache" / "aggregated" / "autotuner.json").read_text() == "tuned"
+    script = (package / "launch" / "instance.sh").read_text()
+    assert "TLLM_AUTOTUNER_CACHE_PATH" in script and list(lint_text("instance.sh", script)) == []
 
 
 @pytest.mark.parametrize(("installed", "said"), [(None, "no tensorrt_llm is"), ("1.3.0rc22", "tensorrt_llm 1.3.0rc22 is")])

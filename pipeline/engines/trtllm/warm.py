@@ -1,8 +1,8 @@
 """Start a bundle once, so that later starts find tuned tactics and compiled kernels (engine.trtllm.warm).
 
 The engine keeps two things on request: the autotuner's choices (TLLM_AUTOTUNER_CACHE_PATH) and DeepGEMM's kernels
-(TRTLLM_DG_CACHE_DIR, with TRTLLM_DG_JIT_DUMP_CUBIN). Both go to `cache/ROLE/`, and `environment.json` names them. The engine
-runs in a process of its own, whose milestones are shown; if it crashes, its last lines are the error.
+(TRTLLM_DG_CACHE_DIR, with TRTLLM_DG_JIT_DUMP_CUBIN). Both go to `cache/ROLE/`, and the launchers name them to each rank. The
+engine runs in a process of its own, whose milestones are shown; if it crashes, its last lines are the error.
 """
 
 from __future__ import annotations
