@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -11,10 +13,11 @@ import pytest
 import yaml
 
 from pipeline.config.load import load
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, StageError
 from pipeline.core.jsonio import read_json, write_json
 from pipeline.core.stage import StageContext
-from pipeline.engines.trtllm.build import build
+from pipeline.engines import trtllm
+from pipeline.engines.trtllm import build as trtllm_build
 from pipeline.engines.trtllm.llm_args import render
 from pipeline.engines.trtllm.roles import roles_of
 from pipeline.engines.trtllm.versions import known_lines, version_line
@@ -56,7 +59,7 @@ def built(folder: Path, *overrides: str) -> StageContext:
     write_json(plan / "deploy.json", plan_of(*overrides).deploy)
     inputs = {"plan": plan, "convert": convert}
     ctx = StageContext(config=load(list(overrides)), inputs=inputs, checkpoint=None, out=out, progress=Notes())
-    build(ctx)
+    trtllm_build.build(ctx)
     return ctx
 
 
@@ -189,6 +192,44 @@ class TestSettings:
         more = "+engine.trtllm.args={speculative_config: {use_relaxed_acceptance_for_thinking: true}}"
         with pytest.raises(ConfigError, match="attention DP cannot be enabled at the same time"):
             plan_of(*R1_B200, "engine.trtllm.mtp=1", more)
+
+
+class TestWithTheEngineHere:
+    """With a double of tensorrt_llm.llmapi.llm_args: that each role's file is put before TorchLlmArgs, and what it says is told."""
+
+    @pytest.fixture
+    def judged(self, monkeypatch) -> list[dict[str, Any]]:
+        """The arguments of each call; those with print_iter_log are refused."""
+        calls: list[dict[str, Any]] = []
+
+        def torch_llm_args(**args):
+            calls.append(args)
+            if args.get("print_iter_log"):
+                raise ValueError("1 validation error for TorchLlmArgs: print_iter_log")
+
+        double = types.ModuleType("tensorrt_llm.llmapi.llm_args")
+        double.TorchLlmArgs = torch_llm_args
+        for name in ("tensorrt_llm", "tensorrt_llm.llmapi"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setitem(sys.modules, double.__name__, double)
+        for module in (trtllm, trtllm_build):
+            monkeypatch.setattr(module, "installed_version", lambda: "1.2.1")
+        return calls
+
+    def test_it_judges_every_role(self, judged, tmp_path):
+        ctx = built(tmp_path, *APART)
+        files = [yaml.safe_load((ctx.out / row["llm_args"]).read_text()) for row in read_json(ctx.out / "engine.json")["instances"]]
+        assert judged == [{"model": str(ctx.out / "checkpoint"), **args} for args in files]
+        engine = read_json(ctx.out / "engine.json")
+        assert engine["validated_by_engine"] and engine["not_run"].startswith("Validated by TensorRT-LLM's TorchLlmArgs")
+
+    def test_what_it_refuses_is_the_stages_error(self, judged, tmp_path):
+        with pytest.raises(StageError, match=r"TensorRT-LLM 1\.2\.1 refuses the arguments: 1 validation error for TorchLlmArgs"):
+            built(tmp_path, *R1_B200, "+engine.trtllm.args.print_iter_log=true")
+
+    def test_another_line_is_not_asked(self, judged, tmp_path):
+        ctx = built(tmp_path, *R1_B200, "engine.trtllm.version=1.3")
+        assert judged == [] and "tensorrt_llm of that line is not installed" in read_json(ctx.out / "engine.json")["not_run"]
 
 
 def flat(args, prefix=""):
