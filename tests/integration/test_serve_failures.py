@@ -70,7 +70,8 @@ def test_a_failed_engine_and_a_crashed_model_are_told_from_a_good_one(repository
 
 
 def test_a_model_that_never_loads_ends_at_the_deadline(repository: Path) -> None:
-    (repository / "fake_r1/1/model.py").write_text("import time\ntime.sleep(3600)\n")
+    with (repository / "fake_r1/1/model.py").open("a") as code:
+        code.write("import time\ntime.sleep(3600)\n")
     begin = time.monotonic()
     with (
         pytest.raises(StageError, match=r"not ready after serve.ready_timeout=2 seconds and was stopped"),
