@@ -79,7 +79,7 @@ def test_a_model_that_never_loads_ends_at_the_deadline(repository: Path) -> None
     ):
         pass
     assert time.monotonic() - begin < 20
-    assert processes_of("pipeline_triton_") == []
+    assert processes_of(f"pipeline_{os.getpid()}_") == [], "named in the prefix of its shared memory"
 
 
 def test_a_model_that_fails_to_load_is_quoted_without_the_usual_noise(repository: Path) -> None:
