@@ -22,9 +22,9 @@ __all__ = ["RULES", "findings", "is_tensorrt_engine", "tensorrt_findings"]
 READER = "TensorRT-LLM tensorrt_llm/_torch/model_config.py"
 KERNEL = "TensorRT-LLM cpp/tensorrt_llm/kernels/noAuxTcKernels.cu"
 ALGORITHMS = (
-    "NVFP4", "FP8", "FP8_BLOCK_SCALES", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "fp8_pb_wo", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8",
-    "W4A16_AWQ", "W4A8_AWQ", "W4A16_GPTQ", "W8A16_GPTQ", "W4A16", "W8A16", "W4A16_MXFP4", "W4A8_MXFP4_FP8", "W4A8_MXFP4_MXFP8",
-    "MXFP8", "MXFP4", "W8A8_SQ_PER_CHANNEL", "INT8", "MIXED_PRECISION", "NO_QUANT",
+    "NVFP4", "FP8", "FP8_BLOCK_SCALES", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "fp8_pb_wo", "W4A16_NVFP4", "NVFP4_AWQ",
+    "W4A8_NVFP4_FP8", "W4A16_AWQ", "W4A8_AWQ", "W4A16_GPTQ", "W8A16_GPTQ", "W4A16", "W8A16", "W4A16_MXFP4", "W4A8_MXFP4_FP8",
+    "W4A8_MXFP4_MXFP8", "MXFP8", "MXFP4", "W8A8_SQ_PER_CHANNEL", "INT8", "MIXED_PRECISION", "NO_QUANT",
 )  # fmt: skip
 GROUPS = {"NVFP4": 16, "NVFP4_AWQ": 16, "W4A16_NVFP4": 16, "W4A8_NVFP4_FP8": 32, "FP8_BLOCK_SCALES": 128}
 """Algorithm -> the group size that its kernels take."""

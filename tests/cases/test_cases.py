@@ -17,6 +17,8 @@ CASES: dict[str, dict[str, Any]] = yaml.safe_load((TESTS / "cases" / "cases.yaml
 SHORT = {
     "{rule}": "unit/test_verify_invariants.py::test_a_breach_is_told_with_its_tensor",
     "{public}": "unit/test_plan_rules.py::test_public_case",
+    "{lint}": "cases/test_lint_cases.py::test_arguments",
+    "{repository}": "cases/test_lint_cases.py::test_repository",
 }
 
 

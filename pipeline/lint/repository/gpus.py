@@ -46,6 +46,12 @@ def _several(model: Model) -> Iterator[Fault]:
         yield Fault(model.at(r"\bcount\b", "instance_group.count"), reason)
 
 
+def _world_size(model: Model) -> Iterator[Fault]:
+    for key in (key for key in model.config.parameters if key in ("world_size", "tp_size", "pp_size", "tensor_para_size")):
+        reason = f"parameter {key} is read by nobody: tritonserver starts one rank, and the engine asserts mpiSize == tp * pp"
+        yield Fault(model.at_parameter(key), reason)
+
+
 def _claimed(repository: Repository) -> Iterator[Fault]:
     """GPUs that are named; models that name none are taken to want the same ones."""
     claims: dict[int | None, list[tuple[Model, float]]] = {}
@@ -93,6 +99,9 @@ MODEL_RULES: tuple[Rule[Model], ...] = (
          "TensorRT-LLM triton_backend llmapi model.py; vllm_backend src/model.py"),
     Rule("triton/kind-gpu", WARNING, _kind, "use one instance of KIND_CPU",
          "tensorrtllm_backend issues 166, 105, 351"),
+    Rule("triton/world-size", WARNING, _world_size,
+         "remove it; start ranks with mpirun, or serve the llmapi model, which starts its own (across nodes: trtllm-llmapi-launch)",
+         "tensorrtllm_backend issue 398, pull request 772"),
     Rule("engine/instances", ERROR, _several, "set count 1, and start one server for each copy",
          "tensorrtllm_backend issues 166, 105, 351"),
 )  # fmt: skip

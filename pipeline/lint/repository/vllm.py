@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from tritonclient.grpc import model_config_pb2 as pb
@@ -24,6 +25,21 @@ COUNTS = (
     "max_num_batched_tokens",
 )  # fmt: skip
 SWITCHES = ("enable_prefix_caching", "enforce_eager", "trust_remote_code", "enable_chunked_prefill", "enable_expert_parallel")
+KNOWN = (
+    *COUNTS, *SWITCHES, "model", "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "served_model_name", "revision", "dtype",
+    "load_format", "config_format", "quantization", "kv_cache_dtype", "block_size", "gpu_memory_utilization", "swap_space",
+    "cpu_offload_gb", "num_gpu_blocks_override", "calculate_kv_scales", "prefix_caching_hash_algo", "seed", "max_logprobs",
+    "disable_log_stats", "disable_log_requests", "enable_lora", "max_loras", "max_lora_rank", "lora_dtype", "max_cpu_loras",
+    "fully_sharded_loras", "speculative_config", "compilation_config", "scheduling_policy", "async_scheduling",
+    "distributed_executor_backend", "disable_custom_all_reduce", "enable_eplb", "eplb_config", "all2all_backend",
+    "data_parallel_backend", "kv_transfer_config", "guided_decoding_backend", "structured_outputs_config", "reasoning_parser",
+    "hf_overrides", "rope_scaling", "rope_theta", "max_seq_len_to_capture", "limit_mm_per_prompt", "mm_processor_kwargs",
+    "generation_config", "override_generation_config", "attention_backend", "moe_backend", "enable_dbo",
+    "long_prefill_token_threshold",
+    "max_num_partial_prefills", "max_long_partial_prefills", "disable_cascade_attn", "disable_sliding_window", "download_dir",
+    "device", "runner", "task", "model_impl", "logits_processors", "safetensors_load_strategy", "decode_context_parallel_size",
+)  # fmt: skip
+"""Engine arguments of vLLM; it has more, so only near misses are told."""
 TIGHT = 0.95
 """Share of a GPU above which activations and graphs have no room."""
 
@@ -41,6 +57,13 @@ def _world(model: Model) -> int:
 def _model(model: Model) -> Iterator[Fault]:
     if model.engine_args is not None and not isinstance(_args(model).get("model"), str):
         yield Fault(_args(model).at("model"), "no model is named: vLLM would load its own default, facebook/opt-125m")
+
+
+def _unknown(model: Model) -> Iterator[Fault]:
+    for key in model.engine_args.values if model.engine_args is not None else ():
+        near = get_close_matches(key, KNOWN, n=1, cutoff=0.85) if key not in KNOWN else []
+        if near:
+            yield Fault(_args(model).at(key), f"{key} is no engine argument: vLLM refuses it", f"did you mean {near[0]}?")
 
 
 def _policy(model: Model) -> Iterator[Fault]:
@@ -156,6 +179,7 @@ def _is_vllm(model: Model) -> bool:
 _WHOLE: Callable[[Any], bool] = lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0  # noqa: E731
 RULES: tuple[Rule[Model], ...] = (
     Rule("vllm/model", ERROR, _model, "set model to the checkpoint's folder or name", ARGUMENTS),
+    Rule("vllm/unknown", ERROR, _unknown, "correct the name", f"{ARGUMENTS}: AsyncEngineArgs(**model.json)"),
     Rule("vllm/decoupled", ERROR, _policy, "set decoupled: true", BACKEND),
     Rule("vllm/auto-completed", NOTE, _completed, "write input, output and model_transaction_policy into config.pbtxt", BACKEND),
     Rule("vllm/max-batch-size", WARNING, _batching, "set max_batch_size: 0", BACKEND),
