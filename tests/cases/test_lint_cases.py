@@ -37,7 +37,7 @@ ARGUMENTS: dict[str, tuple[str, str, str, str, str]] = {
         f"{TP8}, {MTP3}", f"version=1.0 hw=b200 {R1} quant=fp8_block", "plan/moe_kernels", ERROR, "fp8_block experts on SM100",
     ),
     "trtllm-7": (DEP8, f"version=1.0 hw=b300 {R1} quant=fp8_block", "plan/moe_kernels", ERROR, "fp8_block experts on SM103"),
-    "trtllm-9": (  # reported for SM107, which has the kernels of SM103
+    "trtllm-9": (  # reported for SM107; the kernels are those of SM103
         f"{DEP8}, moe_config: {{backend: CUTLASS}}", f"version=1.4 hw=b300 {R1} quant=fp8_block", "plan/moe_kernels", ERROR,
         "CUTLASS has no",
     ),
