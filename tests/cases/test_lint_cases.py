@@ -64,7 +64,8 @@ ARGUMENTS: dict[str, tuple[str, str, str, str, str]] = {
         "crashed on GB300",
     ),
     "trtllm-20": (
-        f"{DEP8}, {MTP3[:-1]}, use_relaxed_acceptance_for_thinking: true}}", "version=1.2", "args/relaxed-adp", ERROR, "cannot be enabled at the same time",
+        f"{DEP8}, {MTP3[:-1]}, use_relaxed_acceptance_for_thinking: true}}", "version=1.2", "args/relaxed-adp", ERROR,
+        "cannot be enabled at the same time",
     ),
     "trtllm-21": (f"{DEP8}, {MTP3}", "version=1.0", "args/mtp-accuracy", WARNING, "accuracy issues"),
     "trtllm-22": (TP8, f"version=1.2 hw=h100 {R1} quant=fp8_block", "plan/fits", ERROR, "does not fit hw=h100.*79.2 GiB"),
