@@ -29,6 +29,7 @@ def main(words: list[str] | None = None) -> int:
             api_key=api_key(given.api_key_env),
             max_model_len=given.max_model_len,
             timeout=given.timeout,
+            workers=max(1, given.workers),
         )
         run(settings, given.host, given.port, lambda line: print(line, flush=True))
     except PipelineError as error:
@@ -43,13 +44,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="the model's name in Triton")
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="DIR", help="the model's tokenizer and chat template")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
-    parser.add_argument("--port", default=9000, type=int, help="port to listen on; 0: a free one (9000)")
+    parser.add_argument("--port", default=9000, type=_port, help="port to listen on; 0: a free one (9000)")
     parser.add_argument("--served-name", default="", metavar="NAME", help="what clients call the model; else --model")
     parser.add_argument("--metrics-url", default="", metavar="URL", help="Triton's metrics page, passed through at /metrics")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the key which clients must send")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output; else what Triton says")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds that a generation may take (3600)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that share the port (1)")
     return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port: give 0 to 65535")
+    return int(text)
 
 
 if __name__ == "__main__":

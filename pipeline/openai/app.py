@@ -53,6 +53,7 @@ def make_app(service: Service) -> web.Application:
     app.router.add_get("/v1/models/{model:.+}", gateway.one_model)
     app.router.add_get("/health", gateway.health)
     app.router.add_get("/metrics", gateway.metrics)
+    app.on_startup.append(gateway.open)
     app.on_cleanup.append(gateway.close)
     return app
 
@@ -64,6 +65,10 @@ class Gateway:
         self._service, self._settings = service, service.settings
         self._created, self._running = int(time.time()), 0
         self._answered: Counter[tuple[str, int]] = Counter()
+
+    async def open(self, _: web.Application) -> None:
+        """Make the connection to the server."""
+        self._service.connect()
 
     async def close(self, _: web.Application) -> None:
         """End the connection to the server."""
@@ -120,14 +125,17 @@ class Gateway:
 
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics: the server's page, and the gateway's own counters."""
-        lines = ["# TYPE openai_requests_total counter"]
-        lines += [
+        page = await _fetch(self._settings.metrics_url) if self._settings.metrics_url else ""
+        own = self._counters() if self._settings.workers == 1 else ["# The gateway's counters are left out: workers count apart."]
+        return web.Response(text="\n".join([page, *own, ""]), content_type="text/plain", charset="utf-8")
+
+    def _counters(self) -> list[str]:
+        counts = [
             f'openai_requests_total{{path="{path}",status="{status}"}} {count}'
             for (path, status), count in sorted(self._answered.items())
         ]
-        lines += ["# TYPE openai_requests_running gauge", f"openai_requests_running {self._running}", ""]
-        page = await _fetch(self._settings.metrics_url) if self._settings.metrics_url else ""
-        return web.Response(text=page + "\n".join(lines), content_type="text/plain", charset="utf-8")
+        running = ["# TYPE openai_requests_running gauge", f"openai_requests_running {self._running}"]
+        return ["# TYPE openai_requests_total counter", *counts, *running]
 
     def _model(self) -> dict[str, object]:
         length = self._settings.max_model_len

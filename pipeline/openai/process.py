@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
+import resource
+import signal
+import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pipeline.config.schema import ServeConfig
 from pipeline.core.errors import ConfigError, StageError
@@ -26,6 +32,8 @@ __all__ = ["Companion", "api_key", "beside", "command", "gateway_command", "run"
 
 KEEP_ALIVE = 75.0
 """Seconds that an idle connection is kept for the client's next request."""
+BACKLOG = 1024
+"""Connections that may wait to be accepted."""
 GRACE = 5.0
 """Seconds that running answers get when the gateway is told to stop."""
 
@@ -35,8 +43,22 @@ def run(settings: Settings, host: str, port: int, emit: Callable[[str], None]) -
 
     Raises:
         ConfigError: the tokenizer or the port cannot be used.
+        StageError: a worker died; the others were stopped.
     """
-    asyncio.run(_serve(settings, host, port, emit))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client holds one, and the usual limit is 1024
+    service = Service(settings)
+    with _listener(host, port, shared=False) as probe:  # among sockets that share, nobody would say that it is taken
+        port = probe.getsockname()[1]
+    with _listener(host, port, shared=settings.workers > 1) as listener:
+        workers = [_fork(service, host, port) for _ in range(settings.workers - 1)]
+        emit(f"openai   http://{_reachable(host)}:{port}/v1")
+        try:
+            asyncio.run(_serve(service, listener))
+        finally:
+            died = [_end(worker) for worker in workers]
+    if any(died):
+        raise StageError("A worker of the OpenAI gateway died, so all were stopped; its words are above.")
 
 
 def api_key(variable: str | None) -> str:
@@ -54,6 +76,7 @@ def command(serve: ServeConfig, endpoint: Endpoint, model: str, tokenizer: Path)
     words += ["--tokenizer", str(tokenizer), "--host", serve.host, "--port", str(serve.openai_port)]
     words += ["--metrics-url", endpoint.metrics_url]
     words += ["--api-key-env", serve.openai_api_key_env] if serve.openai_api_key_env else []
+    words += ["--workers", str(serve.openai_workers)]
     return [*words, "--max-model-len", str(serve.max_model_len)] if serve.max_model_len else words
 
 
@@ -70,6 +93,7 @@ def gateway_command(serve: ServeConfig, source: Path | None, emit: Callable[[str
         metrics_url=endpoint.metrics_url,
         api_key=api_key(serve.openai_api_key_env),
         max_model_len=serve.max_model_len,
+        workers=serve.openai_workers,
     )
     run(settings, serve.host, serve.openai_port or 0, emit)
     return 0
@@ -123,11 +147,19 @@ def beside(serve: ServeConfig, endpoint: Endpoint, models: Iterable[str], reposi
         process.wait()
 
 
-async def _serve(settings: Settings, host: str, port: int, emit: Callable[[str], None]) -> None:
+class _Quiet(logging.Filter):
+    """Drops the traceback that aiohttp logs for each request that is no HTTP: anybody can send those."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+async def _serve(service: Service, listener: socket.socket) -> None:
+    """One worker, until it is told to stop or another one dies."""
+    logging.getLogger("aiohttp.server").addFilter(_Quiet())
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in STOPS:
+    for number in (*STOPS, signal.SIGCHLD):
         loop.add_signal_handler(number, stopped.set)
-    service = Service(settings)
     # handler_cancellation: a client that leaves ends its handler, and so its generation.
     # auto_decompress off: a small body that unpacks into a large one is refused, not unpacked.
     runner = web.AppRunner(
@@ -136,17 +168,40 @@ async def _serve(settings: Settings, host: str, port: int, emit: Callable[[str],
     )  # fmt: skip
     await runner.setup()
     try:
-        await _listen(runner, host, port)
-        address = runner.addresses[0]
-        emit(f"openai   http://{_reachable(host)}:{address[1]}/v1")
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
         await stopped.wait()
     finally:
         await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+def _fork(service: Service, host: str, port: int) -> int:
+    """One more worker with a socket of its own on the same port: the kernel spreads connections. Its process id."""
+    if child := os.fork():
+        return child
+    code = 1
     try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
+        die_with_parent()
+        with _listener(host, port, shared=True) as listener:
+            asyncio.run(_serve(service, listener))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _end(worker: int) -> int:
+    """Stop a worker; its status, which is not 0 if it had died."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGTERM)
+    return os.waitpid(worker, 0)[1]
+
+
+def _listener(host: str, port: int, *, shared: bool) -> socket.socket:
+    """A listening socket. `shared`: other workers of ours may listen there too."""
+    try:
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
     except OSError as error:
         reason = "it is taken" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(f"Port {port} cannot be used on {host} ({reason}): choose another, or 0 for a free one.") from None

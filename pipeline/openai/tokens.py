@@ -25,6 +25,8 @@ class TokenCounter:
         token = config.get("bos_token") or ""
         self._bos: str = token["content"] if isinstance(token, dict) else token
         ids: list[int] = self._tokenizer.encode("").ids
+        self.longest = max(map(len, self._tokenizer.get_vocab()))
+        """Bytes (or more) of the longest token: no prompt of `longest * n` bytes or more has fewer than n tokens."""
         self._adds_bos = bool(self._bos) and (config.get("add_bos_token") is True or ids == self._bos_ids())
 
     def prompt(self, text: str) -> int:

@@ -55,7 +55,7 @@ def expected() -> dict[str, str]:
 
 @torch.inference_mode()
 def continuation(reference: DeepseekV3, tokenizer: Tokenizer, bos: int, prompt: str) -> str:
-    ids = tokenizer.encode(prompt).ids
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     ids = ids if ids[0] == bos else [bos, *ids]
     length = len(ids)
     for _ in range(TOKENS):

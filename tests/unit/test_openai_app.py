@@ -67,10 +67,10 @@ def serving(
 
     async def run() -> None:
         service = Service(Settings(grpc="127.0.0.1:1", model="m", tokenizer=TINY, **settings))
-        await service.backend.close()
-        double = service.backend = model or Double(["one ", "two"])  # type: ignore[assignment]
         runner = web.AppRunner(make_app(service), handler_cancellation=True, auto_decompress=False, shutdown_timeout=1)
         await runner.setup()
+        await service.backend.close()
+        double = service.backend = model or Double(["one ", "two"])  # type: ignore[assignment]
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = runner.addresses[0][1]
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
@@ -195,6 +195,7 @@ def test_other_refusals_have_openai_s_shape() -> None:
             ("/v1/chat/completions", b" " * (app_module.MAX_BODY + 1), {}, 413, "at most 16,777,216 bytes"),
             ("/v1/chat/completions", gzip.compress(b"{}"), {"headers": {"Content-Encoding": "gzip"}}, 415, "compressed"),
             ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "x " * 200}]}, {}, 400, "may have 100"),
+            ("/v1/completions", TEXT | {"prompt": "x" * 10**6, "max_tokens": 5}, {}, 400, "tokens or more"),
         ):
             got, answer = await post(session, body, path, **more)
             assert got == status and says in answer["error"]["message"], answer

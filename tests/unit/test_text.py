@@ -62,6 +62,12 @@ def test_bos_is_put_in_front_once(codec: TextCodec) -> None:
     assert codec.encode("a") == [97]
 
 
+def test_bos_comes_once_where_the_tokenizer_adds_it_too() -> None:
+    tiny = TextCodec(Path(__file__).parents[2] / "pipeline" / "data" / "tiny_r1")
+    assert tiny.encode("hi", bos=0) == tiny.encode("<｜begin▁of▁sentence｜>hi", bos=0)
+    assert tiny.encode("hi", bos=0).count(0) == 1
+
+
 def test_a_tokenizer_that_cannot_be_streamed_is_refused(folder: Path, tmp_path: Path) -> None:
     spec = json.loads((folder / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec | {"decoder": {"type": "WordPiece"}}))

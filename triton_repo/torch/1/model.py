@@ -144,6 +144,7 @@ class TritonPythonModel:
 
     def _submit(self, request: Any, sender: Any) -> None:
         options, number = read_options(request), next(self._ids)
+        self._refuse_endless(options.prompt)
         prompt = self._codec.encode(options.prompt, self._bos)
         reply = Reply(options, len(prompt), Detokenizer(self._codec), self._sending(number, sender))
         seed = secrets.randbits(63) if options.seed is None else options.seed
@@ -163,6 +164,14 @@ class TritonPythonModel:
         except BaseException:
             del self._senders[number]
             raise
+
+    def _refuse_endless(self, text: str) -> None:
+        """Megabytes of text would hold all other requests back while they are tokenized, only to be refused then."""
+        least, most = len(text.encode()) // self._codec.longest, self._scheduler.limits.max_seq_len
+        if least > most:
+            raise ValueError(
+                f"the prompt has {least} tokens or more, above the engine's max_seq_len of {most}; shorten the prompt"
+            )
 
     def _sending(self, number: int, sender: Any) -> Send:
         def send(response: Any, last: bool) -> None:

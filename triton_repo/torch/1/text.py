@@ -30,11 +30,13 @@ class TextCodec:
             )
         self._tokenizer = Tokenizer.from_file(str(path))
         self._added = {token["id"]: "" if token["special"] else token["content"] for token in spec["added_tokens"]}
+        self.longest = max(map(len, self._tokenizer.get_vocab()))
+        """Bytes of the longest token (or more): a text has at least its bytes divided by this many tokens."""
         self._byte_of = {char: byte for byte, char in enumerate(_byte_chars())}
 
     def encode(self, text: str, bos: int | None = None) -> list[int]:
-        """Ids of `text`; `bos` is put in front unless the text brings it (a chat template does)."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        """Ids of `text`; `bos` is put in front unless the text brings it (a chat template does), so it comes once."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def token_bytes(self, token: int) -> bytes:
