@@ -40,6 +40,8 @@ class Wanted:
     cuda: str
     checkpoint_bytes: int
     """Of the converted checkpoint, which engine and package share by hard links."""
+    converted_bytes: int
+    """Of it, what the store's last conversion has."""
     source_bytes: int
     """Still to be downloaded; 0 where `checkpoint` is given."""
     store: Path

@@ -70,8 +70,8 @@ def judge_balancing(text: str, wanted: Wanted) -> Iterator[Check]:
 
 
 def disk(wanted: Wanted) -> Iterator[Check]:
-    """Room for the download and for the converted checkpoint; one file system may have to hold both."""
-    rooms = [("store", wanted.store, wanted.checkpoint_bytes)]
+    """Room for the download and for what convert has still to write; one file system may have to hold both."""
+    rooms = [("store", wanted.store, max(0, wanted.checkpoint_bytes - wanted.converted_bytes))]
     if wanted.source_bytes:
         rooms.append(("HF cache", wanted.hf_home, wanted.source_bytes))
     folders = {name: _existing(path) for name, path, _ in rooms}

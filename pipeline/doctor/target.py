@@ -77,6 +77,7 @@ def wanted_of(config: Config, hf: dict[str, Any], deploy: dict[str, Any], report
         driver=image.driver if image else "",
         cuda=image.cuda if image else "",
         checkpoint_bytes=report["model"]["checkpoint_bytes"],
+        converted_bytes=_size(root / "latest" / "convert"),
         source_bytes=0 if source else published_bytes(hf),
         store=root,
         hf_home=Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser(),
@@ -89,6 +90,10 @@ def wanted_of(config: Config, hf: dict[str, Any], deploy: dict[str, Any], report
 def published_bytes(hf: dict[str, Any]) -> int:
     """What a download takes: linear layers in FP8 blocks, as DeepSeek publishes them."""
     return sum(stored_bytes(Arch.from_hf(hf), dict.fromkeys((*LINEAR_CLASSES, "mtp"), "fp8_block")).values())
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("**/*") if file.is_file()) if folder.is_dir() else 0
 
 
 def _gpus_of(fleet: Fleet, node: int) -> int:

@@ -39,7 +39,8 @@ def mpi(fleet: Fleet, base: Mapping[str, Any]) -> Files:
         return {}
     hosts = "".join(f"node{node}\n" for node in range(fleet.num_nodes))
     head = f"# {fleet.num_nodes} host(s) of {fleet.gpus_per_node} GPUs, one a line: put your names here.\n"
-    script = fill("mpi.sh", nodes=fleet.num_nodes, starts=_starts(fleet), router=_router(fleet, "mpi_router.sh"))
+    router = _router(fleet, "mpi_router.sh")
+    script = fill("mpi.sh", nodes=fleet.num_nodes, stop=fill("stop.sh"), starts=_starts(fleet), router=router)
     return {"mpi/run.sh": script, "mpi/hostfile": head + hosts, **_addresses(fleet, "mpi", base)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.launch.fleet import LOAD_SECONDS, Fleet
+from pipeline.launch.fleet import LOAD_SECONDS, Fleet, Instance
 from pipeline.launch.script import Files
 
 __all__ = ["guide"]
@@ -29,9 +29,13 @@ def guide(fleet: Fleet, files: Files) -> str:
         "|---|---|",
         *(f"| {title} | `{command}` |" for name, (title, command) in USES.items() if name in files),
         "",
-        f"Clients ask port {fleet.http_port} ({'OpenAI, at the router' if fleet.disaggregated else 'Triton'}).",
-        f"A first load can take an hour; every launcher waits {LOAD_SECONDS} s.",
-        "All of them end in `instance.sh`, which has the GPUs, ports, environment and command of each server.",
+        *_clients(fleet),
+        f"A first load can take an hour; every launcher waits {LOAD_SECONDS} s. All of them end in `instance.sh`, which has the",
+        "GPUs, ports, environment and command of each server:",
+        "",
+        "| server | nodes | GPUs of each | ranks | HTTP port |",
+        "|---|---|---|---|---|",
+        *(_row(item) for item in fleet.instances),
         *(_kubernetes(fleet, files) if "kubernetes/serve.yaml" in files else ()),
         *(_imex(fleet) if fleet.needs_imex else ()),
     ]
@@ -46,6 +50,19 @@ def _servers(fleet: Fleet) -> str:
         return f"{servers} over {nodes} nodes" if nodes > 1 else servers
 
     return ", ".join(map(one, fleet.roles))
+
+
+def _clients(fleet: Fleet) -> list[str]:
+    if fleet.disaggregated:
+        return [f"Clients ask the router in OpenAI's way: port {fleet.http_port} of the first node."]
+    if len(fleet.instances) > 1:
+        return ["Clients ask any server: Kubernetes' Service spreads them, elsewhere put a balancer before the ports below."]
+    return [f"Clients ask Triton: port {fleet.http_port} of the first node."]
+
+
+def _row(item: Instance) -> str:
+    nodes = f"{item.nodes[0]}" if len(item.nodes) == 1 else f"{item.nodes[0]} to {item.nodes[-1]}"
+    return f"| {item.name} | {nodes} | {item.visible_devices} | {item.ranks} | {item.http_port} |"
 
 
 def _kubernetes(fleet: Fleet, files: Files) -> list[str]:

@@ -24,14 +24,15 @@ FRONT = "server"
 
 
 def kubernetes(fleet: Fleet, base: Mapping[str, Any]) -> Files:
-    """`kubernetes/`; nothing where no container is known."""
-    if fleet.image is None:
+    """`kubernetes/`; nothing where no container is known, or ranks on several nodes are not MPI's."""
+    spread = any(len(item.nodes) > 1 for item in fleet.instances)
+    if fleet.image is None or (spread and fleet.engine != "trtllm"):
         return {}
-    grouped = fleet.disaggregated or any(len(item.nodes) > 1 for item in fleet.instances)
+    grouped = fleet.disaggregated or spread
     documents = _grouped(fleet, base) if grouped else [_deployment(fleet)]
     domain = [_compute_domain(fleet)] if fleet.needs_imex else []
     files = {"kubernetes/serve.yaml": dump(*domain, *documents, _service(fleet, grouped))}
-    if any(len(item.nodes) > 1 for item in fleet.instances):
+    if spread:
         files["kubernetes/leader.sh"] = fill("leader.sh", pull=PULL_SECONDS)
         files["kubernetes/worker.sh"] = fill("worker.sh")
     return files

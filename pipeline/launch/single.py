@@ -29,7 +29,7 @@ def single(fleet: Fleet, base: Mapping[str, Any]) -> Files:
     """`single/`: with a container where one is known, and without."""
     if fleet.num_nodes > 1:
         return {}
-    files = {"single/bare.sh": fill("single_bare.sh", starts="\n".join(_bare_starts(fleet)))}
+    files = {"single/bare.sh": fill("single_bare.sh", stop=fill("stop.sh"), starts="\n".join(_bare_starts(fleet)))}
     if fleet.disaggregated:
         files["single/disaggregated.yaml"] = router_yaml(fleet, lambda item: f"localhost:{item.http_port}", base)
     if fleet.image:

@@ -71,7 +71,8 @@ def wanted(tmp_path) -> Wanted:
     return Wanted(
         title="B200", sm=100, gpus=8, memory_bytes=191501854310, nvlink_bandwidth=9e11, nvlink_domain=8, nodes=1, needs_imex=False,
         image="nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3", driver="590.44.01", cuda="13.1.0", checkpoint_bytes=10**6,
-        source_bytes=10**6, store=tmp_path, hf_home=tmp_path / "hf", checkpoint=None, shm_bytes=4 << 30, ports=(),
+        converted_bytes=0, source_bytes=10**6, store=tmp_path, hf_home=tmp_path / "hf", checkpoint=None, shm_bytes=4 << 30,
+        ports=(),
     )  # fmt: skip
 
 
@@ -222,6 +223,8 @@ def test_disk_and_hard_links(wanted, monkeypatch):
     assert [check.status for check in system.disk(wanted)] == [OK, OK]
     short = list(system.disk(replace(wanted, checkpoint_bytes=10**18)))
     assert [check.status for check in short] == [BAD, BAD] and "with the other on the same file system" in short[1].wanted
+    done = list(system.disk(replace(wanted, checkpoint_bytes=10**18, converted_bytes=10**18)))
+    assert [check.status for check in done] == [OK, OK]
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(95, "Operation not supported")))
     check = next(system.hard_links(wanted))
     assert check.status == BAD and "Operation not supported" in check.found

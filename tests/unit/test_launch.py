@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from pipeline.engines.trtllm.llm_args import to_yaml
 from pipeline.engines.trtllm.versions import version_line
 from pipeline.launch import render, write
 from pipeline.launch.crosscheck import bundle_of, problems
-from pipeline.launch.fleet import fleet_of, roles_of
+from pipeline.launch.fleet import fleet_of, planned_fleet, roles_of
 from pipeline.launch.image import contents, image_of
 from pipeline.planner.placement import rank_places
 from pipeline.planner.plan import make_plan
@@ -283,6 +283,26 @@ def test_the_stage_takes_the_checkpoint_along_for_servers_that_are_not_triton(tm
     assert (out / "checkpoint" / "config.json").samefile(one.engine / "checkpoint" / "config.json")
     assert yaml.safe_load((out / "instances" / "context" / "llm_args.yaml").read_text())["tensor_parallel_size"] == 4
     assert os.access(out / "launch" / "instance.sh", os.X_OK) and not os.access(out / "launch" / "README.md", os.X_OK)
+
+
+def test_the_stage_fails_where_launchers_disagree_with_the_bundle(tmp_path):
+    one = rendered(tmp_path, "one_instance")
+    (one.engine / "llm_args.yaml").write_text((one.engine / "llm_args.yaml").read_text().replace("size: 8", "size: 4"))
+    write_json(tmp_path / "deploy.json", one.deploy)
+    inputs = {"engine": one.engine, "plan": tmp_path}
+    ctx = StageContext(config=one.config, inputs=inputs, checkpoint=None, out=tmp_path / "out", progress=Notes())
+    with pytest.raises(StageError, match=r"launch/instance\.sh gives aggregated-0 8 ranks, and its LLM arguments take 4"):
+        write(ctx, tmp_path / "out" / "launch")
+    assert not (tmp_path / "out").exists()
+
+
+def test_vllm_is_started_on_one_node_only(tmp_path):
+    config, deploy = planned(("+hw=b200", "engine=vllm"))
+    fleet = planned_fleet(config, deploy)
+    assert "26.08-vllm-python-py3" in fleet.image
+    assert {name.split("/")[0] for name in render(fleet, {})} == {"instance.sh", "README.md", "single", "kubernetes", "compose"}
+    wide = replace(fleet, instances=(replace(fleet.instances[0], nodes=(0, 1)),))
+    assert render(wide, {}).keys() == {"instance.sh", "README.md"}
 
 
 def test_ranks_that_do_not_divide_over_nodes_are_refused(tmp_path, monkeypatch):

@@ -11,13 +11,7 @@ if [[ "${#hosts[@]}" -lt @NODES@ ]]; then
   exit 2
 fi
 
-pids=()
-stop() {
-  kill -TERM "${pids[@]}" 2>/dev/null || true
-  wait || true
-}
-trap stop EXIT
-
+@STOP@
 # start NAME FIRST_NODE NODES RANKS
 start() {
   local name="$1" first="$2" nodes="$3" ranks="$4" per_node

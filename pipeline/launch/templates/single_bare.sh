@@ -4,13 +4,7 @@
 set -euo pipefail
 
 launch="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-pids=()
-stop() {
-  kill -TERM "${pids[@]}" 2>/dev/null || true
-  wait || true
-}
-trap stop EXIT
-
+@STOP@
 # In the background; its number is kept for the end.
 start() {
   "$@" &
