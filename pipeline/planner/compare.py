@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
 from pipeline.engines.trtllm.llm_args import render
 from pipeline.engines.trtllm.versions import version_line
+from pipeline.lint.document import read_document
 from pipeline.models.arch import Arch
 from pipeline.planner.case import Case, case_of
 from pipeline.planner.llm_args_file import read_llm_args
@@ -52,8 +51,6 @@ NOTES = {
     "kv_cache_config.dtype": "quant.kv_dtype",
     "kv_cache_config.enable_block_reuse": "the engine's default is left: reuse on",
 }
-MOST_VALUES = 100_000
-"""In one file; the published ones have under 100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +112,7 @@ def compare_file(config: Config, hf: Mapping[str, Any], plan: Mapping[str, Any],
     Raises:
         ConfigError: if the plan is not one for TensorRT-LLM, or the file cannot be read.
     """
-    theirs = _read(file)
+    theirs = read_document(file).values
     if config.engine.kind != "trtllm":
         raise ConfigError(f"--compare reads TensorRT-LLM's arguments, but engine={config.engine.kind}: choose engine=trtllm.")
     case = case_of(config, Arch.from_hf(dict(hf)))
@@ -132,35 +129,6 @@ def _asked(case: Case, plan: Mapping[str, Any]) -> Setup:
         model=case.config.model.name, version=case.trtllm.version, kv_format=case.kv_format, isl=case.isl, osl=case.osl,
         concurrency=math.ceil(load / plan["deploy"]["instances"]) if load else None,
     )  # fmt: skip
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """A YAML file of LLM arguments; ConfigError where it is none."""
-    try:
-        args = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}. Give a YAML file of TensorRT-LLM's LLM arguments.") from error
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read as YAML: {error}. Give a file of TensorRT-LLM's LLM arguments.") from error
-    if not isinstance(args, dict):
-        raise ConfigError(f"{file} holds {type(args).__name__}, not a table of LLM arguments such as tensor_parallel_size: 8.")
-    _require_plain(args, file)
-    return args
-
-
-def _require_plain(args: Mapping[Any, Any], file: Path) -> None:
-    """No key but names, no more than MOST_VALUES: anchors let a short file hold itself, or billions of values."""
-    values: list[Any] = [args]
-    for value in values:  # which grows
-        if isinstance(value, Mapping):
-            odd = [key for key in value if not isinstance(key, str)]
-            if odd:
-                raise ConfigError(f"{file} has the key {odd[0]!r}: keys are names of LLM arguments, such as tensor_parallel_size.")
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
-        if len(values) > MOST_VALUES:
-            raise ConfigError(f"{file} holds more than {MOST_VALUES:,} values, or itself: LLM arguments are a short table.")
 
 
 def compare(
