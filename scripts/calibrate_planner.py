@@ -3,12 +3,13 @@
 
     python scripts/calibrate_planner.py --points FILE [--write] [--json OUT] [--quick]
 
-Errors are |predicted / measured - 1| of TPOT. Cross-validation leaves out whole configurations (hardware, precision,
-parallelism, lengths, MTP, engine): their points at other concurrencies are left out with them. Four more leave out all of one
-hardware x precision, one pair of lengths, one engine line, and all larger batches. `--write` replaces pipeline/planner/perf/
-calibration/deepseek_r1.yaml, whose spreads come from these residuals: their 80 % quantiles. The coverage that is printed is
-nested: each configuration is covered or not by an interval whose width the other configurations set. Points are left out one
-by one only to learn how much narrower the interval of a configuration that was measured at other concurrencies may be.
+Errors are |predicted / measured - 1| of TPOT, or of TTFT where it is named. Cross-validation leaves out whole configurations
+(hardware, precision, parallelism, lengths, MTP, engine): their points at other concurrencies are left out with them. Four more
+leave out all of one hardware x precision, one pair of lengths, one engine line, and all larger batches. `--write` replaces
+pipeline/planner/perf/calibration/deepseek_r1.yaml, whose spreads come from these residuals: their 80 % quantiles. The coverage
+that is printed is nested: each configuration is covered or not by an interval whose width the other configurations set. Points
+are left out one by one only to learn how much narrower the interval of a configuration that was measured at other
+concurrencies may be.
 """
 
 from __future__ import annotations
@@ -112,10 +113,21 @@ def run(points: list[Point], theirs: Mapping[tuple[str, int], float], seeds: int
         "left_out_engine": per(points, unseen["engine"], engine),
         "left_out_load": per(points, unseen["load"], load),
         "other_concurrency_left_out": summary(alone[shared]),
+        "ttft": first_token(points, calibration, seen),
         "coverage_80": coverage(points, by_seed[0]),
         "spread": calibration.spread,
     }
     return report, calibration
+
+
+def first_token(points: list[Point], calibration: Calibration, seen: list[bool]) -> dict[str, Any]:
+    """TTFT, fitted and with each configuration left out."""
+    left = cross_validate(points, lambda point: point.key, FOLDS, quantity="ttft")
+    return {
+        "in_sample": summary(residuals(calibration, points, "ttft")[seen]),
+        "by_configuration": summary(left[seen]),
+        "by_configuration_per_chip": per(points, left, chip),
+    }
 
 
 def summary(log: Array) -> dict[str, float]:

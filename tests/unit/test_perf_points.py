@@ -148,7 +148,7 @@ def test_folds_hold_whole_configurations(tmp_path: Path, monkeypatch: pytest.Mon
         fitted.append({point.key for point in chosen})
         return shipped()
 
-    def recorded(calibration: Calibration, chosen: list[Point]) -> np.ndarray[Any, Any]:
+    def recorded(calibration: Calibration, chosen: list[Point], quantity: str) -> np.ndarray[Any, Any]:
         scored.append({point.key for point in chosen})
         return residuals(calibration, chosen)
 

@@ -167,17 +167,21 @@ def _ranges(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
     return {name: (min(column), max(column)) for name, column in values.items()}
 
 
-def residuals(calibration: Calibration, points: Sequence[Point]) -> Array:
-    """log(measured / predicted) TPOT."""
+def residuals(calibration: Calibration, points: Sequence[Point], quantity: str = "tpot") -> Array:
+    """log(measured / predicted) of TPOT or TTFT; NaN where it was not measured."""
     cases = [point.case for point in points if point.case]
     served = serve(columns(cases, SWITCHES), calibration.arrays(cases))
-    return np.log([point.tpot_ms / 1e3 for point in points if point.tpot_ms]) - np.log(served.tpot)
+    measured = np.array([getattr(point, f"{quantity}_ms") or np.nan for point in points], dtype=np.float64)
+    return np.log(measured / 1e3) - np.log(getattr(served, quantity))
 
 
-def cross_validate(points: Sequence[Point], key: Callable[[Point], Hashable], folds: int | None, seed: int = 0) -> Array:
+def cross_validate(
+    points: Sequence[Point], key: Callable[[Point], Hashable], folds: int | None, seed: int = 0, quantity: str = "tpot"
+) -> Array:
     """Residuals of points whose fold was left out; NaN for derived ones, which are calibrated on and never scored.
 
-    All points of one key share a fold; `folds` None makes every key a fold of its own.
+    All points of one key share a fold; `folds` None makes every key a fold of its own. For `ttft` what only TTFT depends on is
+    fitted to the other folds, too.
     """
     keys = sorted({key(point) for point in points if not point.derived}, key=str)
     if folds:
@@ -186,7 +190,8 @@ def cross_validate(points: Sequence[Point], key: Callable[[Point], Hashable], fo
     result = np.full(len(points), np.nan)
     for number in sorted(set(fold.values())):
         inside = [fold.get(key(point)) == number for point in points]
-        calibration = fit([point for point, left in zip(points, inside, strict=True) if not left])
+        others = [point for point, left in zip(points, inside, strict=True) if not left]
+        calibration = fit(others) if quantity == "tpot" else fit_first_token(others, fit(others))
         chosen = [i for i, left in enumerate(inside) if left and not points[i].derived]
-        result[chosen] = residuals(calibration, [points[i] for i in chosen])
+        result[chosen] = residuals(calibration, [points[i] for i in chosen], quantity)
     return result

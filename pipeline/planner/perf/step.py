@@ -19,6 +19,7 @@ __all__ = [
 
 COEFFICIENTS: dict[str, tuple[float, float]] = {
     "kernel_us": (4.0, 0.4),  # a kernel's latency inside a CUDA graph, dependent launch included
+    "cutlass_kernels": (7.0, 0.3),  # more a MoE layer with CUTLASS than with TRTLLM; blog 1: 253 to 299 tokens/s, 28 us a layer
     "allreduce_us": (8.0, 0.5),  # one fused all-reduce + RMSNorm of a small message inside the NVLink domain
     "alltoall_us": (25.0, 0.5),  # dispatch or all-gather of one MoE layer under attention DP, the wait for peers included
     "dense_memory": (0.7, 0.2),  # share of peak bandwidth
@@ -125,7 +126,7 @@ def decode_terms(cols: Columns, e: Mapping[str, Array], batch: Array, context: A
     kv_flops = cached * rows * 2 * (shard.latent + shard.latent - 64) / (cols.attention_flops * e["attention_flops"])
     latency, transfer = comm_s(cols, e, tokens)
     head = tokens * shard.head_s / e["dense_flops"]
-    kernels = shard.kernels + shard.moe_layers * _unfused(cols)
+    kernels = shard.kernels + shard.moe_layers * (_unfused(cols) + cols.separate * e["cutlass_kernels"])
     return {
         "kernels": kernels * e["kernel_us"] * 1e-6 + cols.off["cuda_graph"] * e["prefill_fixed_ms"] * 1e-3,
         "collective_latency": latency,

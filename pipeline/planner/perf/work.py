@@ -169,6 +169,8 @@ class Columns(NamedTuple):
     """1 where a token goes only to the ranks of its experts, 0 where it is gathered everywhere."""
     remote: Array
     """Share of a rank's peers that are in other NVLink domains; 0 where all are in its own."""
+    separate: Array
+    """1 where the experts run as CUTLASS's kernels, which are more than TRTLLM's fused ones."""
     waves: Array
     """1 where all requests start at once (`PerfCase.runner`)."""
     off: dict[str, Array]
@@ -185,7 +187,8 @@ def _row(case: PerfCase, shard: Shard, off: Sequence[str]) -> tuple[float, ...]:
         case.tp, case.ep, dp, float(case.attention_dp), arch.latent_dim * KV_BYTES[case.kv_format], payload,
         case.concurrency, case.isl, case.osl, case.mtp, case.acceptance or np.nan, _slots(case, dp, shard),
         case.max_num_tokens, case.piecewise_graphs, case.alltoall,
-        max(0.0, 1 - machine.nvlink_domain / case.tp), case.runner == "inferencex", *(float(name in case.without) for name in off),
+        max(0.0, 1 - machine.nvlink_domain / case.tp), case.backend == "CUTLASS", case.runner == "inferencex",
+        *(float(name in case.without) for name in off),
     )  # fmt: skip
 
 
