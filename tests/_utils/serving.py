@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,15 @@ class Quiet:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+def wait(condition: Callable[[], bool], seconds: float = 5.0) -> float:
+    """Seconds until it came true."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds, "it did not come true in time"
+        time.sleep(0.01)
+    return time.monotonic() - begin
 
 
 def write_byte_tokenizer(path: Path) -> None:

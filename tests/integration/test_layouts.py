@@ -10,7 +10,7 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,6 +24,7 @@ from pipeline.core.stage import StageContext
 from pipeline.triton import releases, server, smoke
 from pipeline.triton.client import Client, TritonError
 from tests._utils import serving
+from tests._utils.serving import wait
 
 try:
     server.find_server(serving.serve_config().serve)
@@ -81,14 +82,6 @@ def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             yield Layout(request.param, started, client, "tensorrt_llm" if request.param == "bls" else NAME)
             assert started.process.poll() is None, started.log.read_text()[-3000:]
     assert set(repository.rglob("*")) == before, "serving wrote into the packaged repository"
-
-
-def wait(condition: Callable[[], bool], seconds: float = 5.0) -> float:
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < seconds, "it did not come true in time"
-        time.sleep(0.01)
-    return time.monotonic() - begin
 
 
 def streamed(client: Client, prompt: str, **options: Any) -> list[str]:

@@ -10,8 +10,7 @@ import json
 import os
 import shutil
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from pipeline.core.errors import ConfigError, MissingToolError
 from pipeline.triton import pbtxt, server, smoke
 from pipeline.triton.client import Client, TritonError
 from tests._utils import serving
+from tests._utils.serving import wait
 
 try:
     server.find_server(serving.serve_config().serve)
@@ -72,14 +72,6 @@ def client(running: server.Server) -> Iterator[Client]:
 
 def running_requests(client: Client) -> float:
     return client.endpoint.metrics("fake_r1")["llm_requests_running"]
-
-
-def wait(condition: Callable[[], bool], seconds: float = 5.0) -> float:
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < seconds, "it did not come true in time"
-        time.sleep(0.01)
-    return time.monotonic() - begin
 
 
 def test_every_contract_check_of_smoke_holds(running: server.Server) -> None:
