@@ -66,8 +66,8 @@ class Instance:
 
     @property
     def shm_prefix(self) -> str:
-        """shm-region-prefix-name without the rank."""
-        return f"{self.name.replace('-', '_')}_"
+        """shm-region-prefix-name without the rank; the port makes it unique among all servers that live on a node."""
+        return f"{self.name.replace('-', '_')}_{self.http_port}_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,7 +115,7 @@ MUTATIONS = [
     ("one_instance", "instance.sh", "ranks=8", "ranks=64", "64 ranks, and its LLM arguments take 8"),
     ("one_instance", "instance.sh", "gpus=0,1,2,3,4,5,6,7", "gpus=0,1,2,3,4,5,6,6", "one GPU a rank"),
     ("two_instances", "instance.sh", "http=8010", "http=8001", "uses the port 8001 twice"),
-    ("two_instances", "instance.sh", "prefix=aggregated_1_", "prefix=aggregated_0_", "shm-region-prefix-name aggregated_0_ twice"),
+    ("two_instances", "instance.sh", "prefix=aggregated_1_8010_", "prefix=aggregated_0_8000_", "aggregated_0_8000_ twice"),
     ("one_instance", "instance.sh", "export TRTLLM_ENABLE_PDL=1", "export TRTLLM_ENABLE_PDL=0", "environment.json has"),
     ("one_instance", "slurm/serve.sbatch", "start aggregated-0 0 1 8", "start aggregated-0 0 1 64", "with 64 ranks"),
     ("two_nodes", "slurm/serve.sbatch", "--nodes=2", "--nodes=1", "asks for 1 nodes, and its servers take 2"),
@@ -201,7 +201,7 @@ def test_a_rank_gets_its_gpus_environment_and_prefix(tmp_path):
     assert (code, len(calls)) == (0, 1)
     assert calls[0].startswith(f"trtllm-llmapi-launch gpus=4,5,6,7 pdl=1 tritonserver --model-repository={package}/repository")
     assert "--http-port=8010 --grpc-port=8011 --metrics-port=8012" in calls[0]
-    assert "shm-region-prefix-name=aggregated_1_3_" in calls[0]
+    assert "shm-region-prefix-name=aggregated_1_8010_3_" in calls[0]
     code, _, calls = run(script, "aggregated-0", doubles=doubles, KEEP_GPUS="1")
     assert code == 0 and calls[0].startswith("tritonserver gpus= pdl=1 --model-repository")
     code, said, calls = run(script, "aggregated-0", "ranked", doubles=doubles, OMPI_COMM_WORLD_SIZE="8")
