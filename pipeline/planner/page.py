@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from pipeline.planner.memory import GIB
-from pipeline.planner.render import gain_text
+from pipeline.planner.perf import BASELINE
+from pipeline.planner.render import ABLATION_HEADS, ablation_cells
 
 __all__ = ["page"]
 
@@ -71,7 +72,8 @@ def _speed(report: dict[str, Any], front: str | None) -> Iterator[str]:
         yield "<h2>Prefill and decode apart</h2>"
         yield from _table(heads, (_front_row(row) for row in search["disaggregated"]))
     yield "<h2>What each optimisation is worth here</h2>"
-    yield from _table(("optimisation", "predicted", "published", "source"), (_gain_row(row) for row in report["ablation"]))
+    yield from _table(ABLATION_HEADS, (ablation_cells(row) for row in report["ablation"]))
+    yield f"<p><small>{escape(BASELINE)}</small></p>"
 
 
 def _front_row(row: dict[str, Any]) -> list[str]:
@@ -82,10 +84,6 @@ def _front_row(row: dict[str, Any]) -> list[str]:
 
 def _node_row(row: dict[str, Any]) -> list[str]:
     return [*_front_row(row), f"{row['tokens_per_second']:,.0f}", "yes" if row["enough"] else "no"]
-
-
-def _gain_row(row: dict[str, Any]) -> list[str]:
-    return [row["title"], gain_text(row["gain"]), row["published"], row["source"]]
 
 
 def _memory(report: dict[str, Any], picture: str | None) -> Iterator[str]:

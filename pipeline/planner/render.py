@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.planner.memory import GIB
+from pipeline.planner.perf import BASELINE
 
-__all__ = ["gain_text", "render", "render_ablation"]
+__all__ = ["ABLATION_HEADS", "ablation_cells", "render", "render_ablation"]
+
+ABLATION_HEADS = ("optimisation", "predicted", "at the published load", "published", "source")
 
 
 def render(report: dict[str, Any]) -> list[str]:
@@ -30,13 +33,15 @@ def render_ablation(report: dict[str, Any]) -> list[str]:
     """What each optimisation is worth at the planned point."""
     if "ablation" not in report:
         return [f"No speed is predicted for {report['hw']['title']} with engine {report['engine']}: nothing can be switched off."]
-    rows = [("optimisation", "predicted", "published", "source")]
-    for row in report["ablation"]:
-        gain = gain_text(row["gain"])
-        rows.append((row["title"], gain, row["published"], row["source"]))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}" for a, b, c, d in rows]
-    return [*_subject(report), *_speed(report), "", *lines]
+    rows = [ABLATION_HEADS, *(ablation_cells(row) for row in report["ablation"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d:<{widths[3]}}  {e}" for a, b, c, d, e in rows]
+    return [*_subject(report), *_speed(report), "", *lines, BASELINE]
+
+
+def ablation_cells(row: dict[str, Any]) -> tuple[str, str, str, str, str]:
+    """One optimisation, below `ABLATION_HEADS`."""
+    return row["title"], gain_text(row["gain"]), gain_text(row["gain_at_published"]), row["published"], row["source"]
 
 
 def gain_text(gain: float | None) -> str:

@@ -234,6 +234,15 @@ def test_every_optimisation_of_the_ladder_is_a_row() -> None:
     assert 0.01 < used["fp4_allgather"] < 0.15
 
 
+def test_gains_at_the_published_loads_do_not_depend_on_the_case() -> None:
+    one, two = ({row.name: row.gain_at_published for row in ablate(item)} for item in (case(**THROUGHPUT), case(concurrency=1)))
+    assert one == two and None not in one.values()
+    assert 1 < one["mtp"] < 1.4  # 111 to 253 tokens/s
+    for name, published in {"fp8_kv": 0.06, "topk_fusion": 0.074, "cuda_graph": 0.22, "overlap": 0.04}.items():
+        assert published / 2 < one[name] < 2 * published, name
+    assert {row.gain_at_published for row in ablate(replace(case(), machine=replace(MACHINES["b200"], nvlink_domain=1)))} == {None}
+
+
 def test_gains_at_batch_one() -> None:
     rows = {row.name: row.gain for row in ablate(case(concurrency=1, isl=1000, osl=2000, mtp=3))}
     assert rows["adp"] is None

@@ -8,7 +8,7 @@
     predict_many(cases)                  -> Predictions: the same as arrays; [i] is a Prediction. Use it for searches.
     sweep(case, [1, 2, 4, ...])          -> Predictions over concurrency
     prefill_rate(case), decode_only(case, batches), disaggregate(prefill, decode, (P, D), concurrency) -> Disaggregated
-    ablate(case)                         -> rows (name, title, gain, published, source)
+    ablate(case)                         -> rows (name, title, gain, gain_at_published, published, source)
 
 `concurrency` and `active` count requests over all ranks of one instance, `max_batch_size` and `kv_tokens` are per rank, as
 TensorRT-LLM counts them. `isl` and `osl` are mean lengths. Share `machine`, `arch` and `formats` objects between the cases
@@ -17,12 +17,12 @@ time, `serve` into TTFT and TPOT, `calibration` holds the numbers, `fit` finds t
 measurements. A new GPU needs a file in conf/hw only; a measured one gets effects by scripts/calibrate_planner.py.
 """
 
-from pipeline.planner.perf.ablate import ABLATIONS, AblationRow, ablate
+from pipeline.planner.perf.ablate import ABLATIONS, BASELINE, AblationRow, ablate
 from pipeline.planner.perf.case import Machine, PerfCase, checkpoint_formats
 from pipeline.planner.perf.disagg import Disaggregated, PrefillRate, decode_only, disaggregate, prefill_rate
 from pipeline.planner.perf.predict import Prediction, Predictions, predict, predict_many, sweep
 
 __all__ = [
-    "ABLATIONS", "AblationRow", "Disaggregated", "Machine", "PerfCase", "Prediction", "Predictions", "PrefillRate", "ablate",
-    "checkpoint_formats", "decode_only", "disaggregate", "predict", "predict_many", "prefill_rate", "sweep",
+    "ABLATIONS", "BASELINE", "AblationRow", "Disaggregated", "Machine", "PerfCase", "Prediction", "Predictions", "PrefillRate",
+    "ablate", "checkpoint_formats", "decode_only", "disaggregate", "predict", "predict_many", "prefill_rate", "sweep",
 ]  # fmt: skip

@@ -76,7 +76,8 @@ def pictured(report: dict[str, Any]) -> str:
 
 def _ablation(best: Point) -> list[dict[str, Any]]:
     rows = ablate(perf_case(best.candidate, Machine.of(best.setup.hw)))
-    return [asdict(row) | {"gain": None if row.gain is None else _round(row.gain)} for row in rows]
+    gains = ("gain", "gain_at_published")
+    return [asdict(row) | {name: value and _round(value) for name in gains for value in (getattr(row, name),)} for row in rows]
 
 
 def _predicted(found: Found) -> dict[str, Any]:
