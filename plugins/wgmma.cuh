@@ -124,7 +124,8 @@ __device__ __forceinline__ void copy_tile(u32 tile, const TensorMap* map, int co
 // What ordinary stores wrote to shared memory becomes visible to matrix and copy instructions.
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A barrier of `threads` of the block
+// A barrier of `threads` of the block; `announce` is one that does not wait for the others.
+__device__ __forceinline__ void announce(int id, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void rendezvous(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 
 __device__ __forceinline__ float exp2_fast(float value) {

@@ -49,7 +49,7 @@ def tail(
     q, latent, k_rope = qkv.split((len(q_norm), len(kv_norm), rope), dim=-1)
     row = torch.cat((norm(latent, kv_norm, eps), rotate(k_rope, cos_sin[positions.long()])), dim=-1)
     if cache.dtype == torch.float8_e4m3fn:
-        row = (row.float() * row.new_tensor(1 / kv_scale, dtype=torch.float32)).clamp(-448, 448).to(cache.dtype)
+        row = (row.float() * (1 / kv_scale)).clamp(-448, 448).to(cache.dtype)
     written = slots >= 0
     cache.view(torch.uint8).index_copy_(0, slots[written].long(), row[written].view(torch.uint8))
     return norm(q, q_norm, eps)

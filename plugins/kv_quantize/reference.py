@@ -44,6 +44,7 @@ def _quantize(part: Tensor, quantile: float, dtype: torch.dtype) -> tuple[Tensor
     sizes = part.abs().flatten()
     limit = sizes.sort().values[place(quantile, sizes.numel()) - 1]  # NaN is the largest
     limit = torch.where(limit == 0, sizes.amax(), limit)
-    limit, largest = torch.where(limit == 0, LARGEST[dtype], limit), limit.new_tensor(LARGEST[dtype])
-    values = (part * (largest / limit)).clamp(-largest, largest)
+    largest = torch.full_like(limit, LARGEST[dtype])
+    limit = torch.where(limit == 0, largest, limit)
+    values = (part * (largest / limit)).clamp(-LARGEST[dtype], LARGEST[dtype])
     return (values.to(dtype) if dtype != torch.int8 else values.nan_to_num(0).round().to(dtype)), limit / largest

@@ -1,13 +1,18 @@
 // Weight-absorbed latent attention for decoding, on Hopper: 64 heads a CTA over a range of one sequence's cached latents.
 //
 // Keys are latent | rope (576), values the latent alone (512), so a block of 64 tokens, once in shared memory, serves both
-// products. Two warpgroups take blocks in pairs: warpgroup w finds the scores of block w, both agree on each row's largest one,
-// exchange their weights, and warpgroup w adds the values' columns 256 w .. 256 w + 255 of both blocks: its sums are 128
-// registers a thread. Weights go where the block's rope key was, which nobody needs after the scores. A producer warp
-// copies blocks with the copy engine. Each half of a block is free, and loaded anew, as soon as its last reader is done:
-// warpgroup 0 takes block 0 first and 1 last, warpgroup 1 the other way round, so that loads overlap half of the products.
+// products. Two warpgroups take blocks in pairs: warpgroup w finds the scores and weights of block w, and adds the columns
+// 256 w .. 256 w + 255 of both blocks' values: its sums are 128 registers a thread. They take turns, so that one's arithmetic
+// runs under the other's products:
 //
-// The cache's rows beyond a sequence may hold anything: masked scores are -inf, and rows are zeroed before they are weighed.
+//     0:  scores 0 | weights 0, largest so far ->                    adds 0 | <- larger: rescale, weights 0 again -> | adds 1
+//     1:  scores 1                 -> | weights 1, larger still ->                   adds 1                         -> | adds 0
+//
+// Weights go where the block's rope key was, which nobody needs after the scores. A producer warp copies blocks with the copy
+// engine; each half of a block is free, and loaded anew, as soon as its last reader is done. CTAs stay for several pieces of work:
+// loads for the next begin while sums are written.
+//
+// The cache's rows beyond a sequence may hold anything: masked scores are lowest, and rows are zeroed before they are weighed.
 // Compiled by NVRTC for sm_90a: HEADS (a multiple of 64, or fewer than 64), PAGE (a multiple of 64).
 
 #include "../numerics.cuh"
@@ -18,10 +23,35 @@ constexpr int BLOCK = TILES * TILE, CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr int OWN_HEADS = HEADS < 64 ? HEADS : 64;
 constexpr float NONE = -1e30f;  // the largest score of nothing
 
+enum Barrier { LARGEST_0 = 1, WEIGHTS_1, WEIGHTS_0, SUMS, CLEARED };  // of bar.sync; CLEARED and the next: a warpgroup's own
+
 struct Shared {
   char q[BLOCK], keys[2][BLOCK];
   float tops[2][64], sums[2][64];
-  u64 q_full, full[2][2], empty[2][2];  // of block 0 or 1, columns below 256 or from there on
+  u64 q_full, q_empty, full[2][2], empty[2][2];  // of block 0 or 1, columns below 256 or from there on
+};
+
+struct Problem {
+  const int *pages, *lengths;
+  u16* out;           // BF16 [rows, LATENT], or
+  float *part, *lse;  // F32 [rows, splits, LATENT] and [rows, splits], in powers of two
+  int most_pages, q_tokens, splits, sequences;
+  float scale;
+  __device__ __forceinline__ int tiles() const { return q_tokens * HEADS / OWN_HEADS; }
+  __device__ __forceinline__ int pieces() const { return tiles() * splits * sequences; }
+};
+
+// 64 heads of one query, and the blocks begin .. end - 1 of its sequence, of which tokens from `limit` on are masked.
+struct Piece {
+  int sequence, split, row, begin, end, limit;
+  __device__ __forceinline__ Piece(const Problem& p, int index) {
+    const int tile = index % p.tiles(), query = tile * OWN_HEADS / HEADS;
+    sequence = index / p.tiles() / p.splits, split = index / p.tiles() % p.splits;
+    row = sequence * p.q_tokens * HEADS + tile * OWN_HEADS;
+    const int length = p.lengths[sequence] - (p.q_tokens - 1 - query), blocks = max(length + TOKENS - 1, 0) / TOKENS;
+    const int share = ((blocks + 1) / 2 + p.splits - 1) / p.splits * 2;
+    begin = split * share, end = min(begin + share, blocks), limit = min(length, end * TOKENS);
+  }
 };
 
 // Which half of a block its rope tile is loaded and freed with: the half that the other warpgroup frees last.
@@ -38,25 +68,34 @@ __device__ __forceinline__ void load_half(Shared& shared, const TensorMap* cache
   if (rope) copy_tile(tiles + ROPE_TILE * TILE, cache, ROPE_TILE * 64, row, full);
 }
 
-// One thread: the heads' queries, then blocks in pairs, each half when it is free. The last pair may lack its second block,
-// then the first is loaded again (and masked).
-__device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, const TensorMap* cache, const int* pages, int q_row,
-                                        int begin, int end) {
-  barrier_expect(&shared.q_full, BLOCK);
-#pragma unroll
-  for (int tile = 0; tile < TILES; ++tile)
-    copy_tile(shared_address(shared.q) + tile * TILE, q, tile * 64, q_row, &shared.q_full);
-  u32 parity = 1;
+__device__ __forceinline__ int cache_row(const int* pages, int block) {
+  constexpr int BLOCKS = PAGE / TOKENS;
+  return pages[block / BLOCKS] * PAGE + block % BLOCKS * TOKENS;
+}
+
+// One thread: of each piece the queries, then blocks in pairs, each half when it is free. The last pair may lack its second
+// block, then the first is loaded again (and masked).
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, const TensorMap* cache, const Problem& p) {
+  u32 parity = 1, q_parity = 1;
 #pragma unroll 1
-  for (int first = begin; first < end; first += 2, parity ^= 1) {
-    constexpr int BLOCKS = PAGE / TOKENS;
-    const int second = min(first + 1, end - 1);
-    const int row0 = pages[first / BLOCKS] * PAGE + first % BLOCKS * TOKENS;
-    const int row1 = pages[second / BLOCKS] * PAGE + second % BLOCKS * TOKENS;
-    load_half(shared, cache, 0, 0, row0, parity);
-    load_half(shared, cache, 1, 1, row1, parity);
-    load_half(shared, cache, 0, 1, row0, parity);
-    load_half(shared, cache, 1, 0, row1, parity);
+  for (int index = blockIdx.x; index < p.pieces(); index += gridDim.x) {
+    const Piece piece(p, index);
+    if (piece.begin >= piece.end) continue;
+    const int* pages = p.pages + (size_t)piece.sequence * p.most_pages;
+    barrier_wait(&shared.q_empty, q_parity);
+    q_parity ^= 1;
+    barrier_expect(&shared.q_full, BLOCK);
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+      copy_tile(shared_address(shared.q) + tile * TILE, q, tile * 64, piece.row, &shared.q_full);
+#pragma unroll 1
+    for (int first = piece.begin; first < piece.end; first += 2, parity ^= 1) {
+      const int row0 = cache_row(pages, first), row1 = cache_row(pages, min(first + 1, piece.end - 1));
+      load_half(shared, cache, 0, 0, row0, parity);
+      load_half(shared, cache, 1, 1, row1, parity);
+      load_half(shared, cache, 0, 1, row0, parity);
+      load_half(shared, cache, 1, 0, row1, parity);
+    }
   }
 }
 
@@ -84,163 +123,238 @@ __device__ __forceinline__ void score(Shared& shared, float (&s)[32], u32 parity
   wgmma_wait<0>();
 }
 
-// The largest score of both blocks so far, for this thread's two rows.
-__device__ __forceinline__ void agree(Shared& shared, int w, int row, const float (&s)[32], float (&top)[2]) {
+// Lowest where there is no token; rows of the block that are none become zeros, which a weight of zero may meet.
+template <int W>
+__device__ __forceinline__ void mask(Shared& shared, float (&s)[32], int seen) {
+  const int column = threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float own = NONE;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) own = fmaxf(own, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
-    own = fmaxf(own, __shfl_xor_sync(~0u, own, 1));
-    own = fmaxf(own, __shfl_xor_sync(~0u, own, 2));
-    if (threadIdx.x % 4 == 0) shared.tops[w][row + 8 * half] = own;
-    top[half] = fmaxf(top[half], own);
-  }
-  rendezvous(1, CONSUMERS);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) top[half] = fmaxf(top[half], shared.tops[1 - w][row + 8 * half]);
+  for (int i = 0; i < 32; ++i)
+    if (i / 4 * 8 + column + i % 2 >= seen) s[i] = NONE;
+  for (int i = threadIdx.x % 128; i < 8 * 64 * 8; i += 128)
+    if (i / 8 % 64 >= seen) *(uint4*)(shared.keys[W] + i * 16) = make_uint4(0, 0, 0, 0);
+  publish();
+  rendezvous(CLEARED + W, 128);
 }
 
-// Scores -> weights in BF16: as the first operand of four steps, and in shared memory for the other warpgroup.
-__device__ __forceinline__ void weigh(char* tile, int row, const float (&s)[32], const float (&top)[2], float scale, float (&sum)[2],
-                                      u32 (&weights)[4][4]) {
+// The largest of this thread's two rows and of what `top` holds.
+__device__ __forceinline__ void largest(const float (&s)[32], float (&top)[2]) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float offset = top[half] * scale;
-      const float a = exp2_fast(s[4 * j + 2 * half] * scale - offset), b = exp2_fast(s[4 * j + 2 * half + 1] * scale - offset);
-      sum[half] += a + b;
-      const u32 pair = bf16_pair(a, b);
-      weights[j / 2][j % 2 * 2 + half] = pair;
-      const int line = row + 8 * half;
-      *(u32*)(tile + line * 128 + ((j ^ line % 8) << 4) + threadIdx.x % 4 * 4) = pair;
+    for (int j = 0; j < 8; ++j) top[half] = fmaxf(top[half], fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+    top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
+    top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
+  }
+}
+
+// Scores -> weights, and their sums.
+__device__ __forceinline__ void weigh(float (&s)[32], const float (&top)[2], float scale, float (&sum)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float offset = top[half] * scale;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      float& weight = s[j / 2 * 4 + 2 * half + j % 2];
+      weight = exp2_fast(weight * scale - offset);
+      sum[half] += weight;
     }
   }
 }
 
-// Rows of a block from `first` on are no tokens of this sequence: zeros there, that a weight of zero may meet.
-__device__ __forceinline__ void clear(char* block, int first) {
-  for (int i = threadIdx.x % 128; i < 8 * 64 * 8; i += 128)
-    if (i / 8 % 64 >= first) *(uint4*)(block + i * 16) = make_uint4(0, 0, 0, 0);
+// Weights in BF16, as the first operand of four steps.
+__device__ __forceinline__ void round_weights(const float (&s)[32], u32 (&weights)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) weights[i / 4][i % 4] = bf16_pair(s[2 * i], s[2 * i + 1]);
 }
 
-// Adds both blocks' values, this warpgroup's columns, and frees what it was the last to read.
+// The same into shared memory, for the other warpgroup.
+__device__ __forceinline__ void share_weights(char* tile, int row, const u32 (&weights)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int line = row + i % 2 * 8;
+    *(u32*)(tile + line * 128 + ((i / 2 ^ line % 8) << 4) + threadIdx.x % 4 * 4) = weights[i / 4][i % 4];
+  }
+  publish();
+}
+
+// Sums and their rows' totals for a larger largest score; most often there is none.
+__device__ __forceinline__ void rescale(float (&o)[128], float (&sum)[2], const float (&factor)[2]) {
+  if (!__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) return;
+#pragma unroll
+  for (int i = 0; i < 128; ++i) o[i] *= factor[i / 2 % 2];
+  sum[0] *= factor[0], sum[1] *= factor[1];
+}
+
+__device__ __forceinline__ void factors(float (&factor)[2], const float (&before)[2], const float (&now)[2], float scale) {
+  factor[0] = exp2_fast((before[0] - now[0]) * scale), factor[1] = exp2_fast((before[1] - now[1]) * scale);
+}
+
+__device__ __forceinline__ void free_half(Shared& shared, int block, int half) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[block][half]);
+}
+
+// Adds the values of warpgroup W's columns of its own block, weights in registers, or of the other's, weights in shared memory.
 template <int W>
-__device__ __forceinline__ void add_values(Shared& shared, float (&o)[128], const u32 (&weights)[4][4]) {
-  const u32 columns = 4 * W * TILE;
-  const u64 own = descriptor(shared_address(shared.keys[W]) + columns, TILE);
-  const u64 other = descriptor(shared_address(shared.keys[1 - W]) + columns, TILE);
-  const u64 their_weights = descriptor(shared_address(shared.keys[1 - W]) + ROPE_TILE * TILE, 16);
+__device__ __forceinline__ void add_own(Shared& shared, float (&o)[128], const u32 (&weights)[4][4]) {
+  const u64 values = descriptor(shared_address(shared.keys[W]) + 4 * W * TILE, TILE);
   wgmma_begin();
 #pragma unroll
-  for (int k = 0; k < 4; ++k) wgmma_256(o, weights[k], own + (k * 16 * 128 >> 4));
+  for (int k = 0; k < 4; ++k) wgmma_256(o, weights[k], values + (k * 16 * 128 >> 4));
   wgmma_commit();
-#pragma unroll
-  for (int k = 0; k < 4; ++k) wgmma_256(o, their_weights + (k * 32 >> 4), other + (k * 16 * 128 >> 4));
-  wgmma_commit();
-  wgmma_wait<1>();
-  if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[W][W]);
-  wgmma_wait<0>();
-  if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[1 - W][W]);
 }
 
-struct Output {
-  u16* out;           // BF16 [rows, LATENT], or
-  float *part, *lse;  // F32 [rows, splits, LATENT] and [rows, splits], in powers of two
-  int row, splits, split;
-};
+template <int W>
+__device__ __forceinline__ void add_other(Shared& shared, float (&o)[128]) {
+  const u32 block = shared_address(shared.keys[1 - W]);
+  const u64 values = descriptor(block + 4 * W * TILE, TILE), weights = descriptor(block + ROPE_TILE * TILE, 16);
+  wgmma_begin();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) wgmma_256(o, weights + (k * 32 >> 4), values + (k * 16 * 128 >> 4));
+  wgmma_commit();
+}
+
+// One pair of blocks, as in the picture above.
+__device__ __forceinline__ void pair_0(Shared& shared, int row, float scale, float (&s)[32], float (&top)[2], float (&o)[128],
+                                       float (&sum)[2]) {
+  float now[2] = {top[0], top[1]}, factor[2];
+  u32 weights[4][4];
+  largest(s, now);
+  if (threadIdx.x % 4 == 0) shared.tops[0][row] = now[0], shared.tops[0][row + 8] = now[1];
+  announce(LARGEST_0, CONSUMERS);
+  factors(factor, top, now, scale);
+  rescale(o, sum, factor);
+  weigh(s, now, scale, sum);
+  round_weights(s, weights);
+  add_own<0>(shared, o, weights);
+  rendezvous(WEIGHTS_1, CONSUMERS);
+  top[0] = shared.tops[1][row], top[1] = shared.tops[1][row + 8];
+  factors(factor, now, top, scale);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) s[i] *= factor[i / 2 % 2];
+  u32 again[4][4];
+  round_weights(s, again);
+  share_weights(shared.keys[0] + ROPE_TILE * TILE, row, again);
+  announce(WEIGHTS_0, CONSUMERS);
+  wgmma_wait<0>();
+  free_half(shared, 0, 0);
+  rescale(o, sum, factor);
+  add_other<0>(shared, o);
+  wgmma_wait<0>();
+  free_half(shared, 1, 0);
+}
+
+__device__ __forceinline__ void pair_1(Shared& shared, int row, float scale, float (&s)[32], float (&top)[2], float (&o)[128],
+                                       float (&sum)[2]) {
+  float now[2] = {NONE, NONE}, factor[2];
+  u32 weights[4][4];
+  largest(s, now);
+  rendezvous(LARGEST_0, CONSUMERS);
+  now[0] = fmaxf(now[0], shared.tops[0][row]), now[1] = fmaxf(now[1], shared.tops[0][row + 8]);
+  if (threadIdx.x % 4 == 0) shared.tops[1][row] = now[0], shared.tops[1][row + 8] = now[1];
+  factors(factor, top, now, scale);
+  rescale(o, sum, factor);
+  weigh(s, now, scale, sum);
+  round_weights(s, weights);
+  share_weights(shared.keys[1] + ROPE_TILE * TILE, row, weights);
+  announce(WEIGHTS_1, CONSUMERS);
+  add_own<1>(shared, o, weights);
+  rendezvous(WEIGHTS_0, CONSUMERS);
+  add_other<1>(shared, o);
+  wgmma_wait<1>();
+  free_half(shared, 1, 1);
+  wgmma_wait<0>();
+  free_half(shared, 0, 1);
+  top[0] = now[0], top[1] = now[1];
+}
 
 // Row sums of both warpgroups, then this one's columns.
-__device__ __forceinline__ void write(Shared& shared, int w, int row, float (&o)[128], float (&sum)[2], const float (&top)[2],
-                                      float scale, const Output& to) {
+__device__ __forceinline__ void write(Shared& shared, int w, int row, const float (&o)[128], float (&sum)[2], const float (&top)[2],
+                                      const Problem& p, const Piece& piece) {
+  const bool some = piece.begin < piece.end;  // or else both have nothing, and no barrier kept them together
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
     sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
-    if (threadIdx.x % 4 == 0) shared.sums[w][row + 8 * half] = sum[half];
+    if (some && threadIdx.x % 4 == 0) shared.sums[w][row + 8 * half] = sum[half];
   }
-  rendezvous(1, CONSUMERS);
+  if (some) rendezvous(SUMS, CONSUMERS);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int line = row + 8 * half;
     if (line >= OWN_HEADS) continue;
-    const float all = sum[half] + shared.sums[1 - w][line], factor = all > 0.f ? 1.f / all : 0.f;
-    const size_t place = (size_t)(to.row + line) * to.splits + to.split;
-    if (w == 0 && threadIdx.x % 4 == 0) to.lse[place] = all > 0.f ? top[half] * scale + log2f(all) : NONE;
-    const size_t begin = place * LATENT + 256 * w + threadIdx.x % 4 * 2;
+    const float all = some ? sum[half] + shared.sums[1 - w][line] : 0.f, factor = all > 0.f ? 1.f / all : 0.f;
+    const size_t place = (size_t)(piece.row + line) * p.splits + piece.split;
+    if (w == 0 && threadIdx.x % 4 == 0) p.lse[place] = all > 0.f ? top[half] * p.scale + log2f(all) : NONE;
+    float* part = p.part + place * LATENT + 256 * w + threadIdx.x % 4 * 2;
+    char* staged = shared.q + line * 1024 + threadIdx.x % 4 * 4;
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
       const float a = o[4 * j + 2 * half] * factor, b = o[4 * j + 2 * half + 1] * factor;
-      if (to.splits == 1) *(u32*)(to.out + begin + 8 * j) = bf16_pair(a, b);
-      else *(float2*)(to.part + begin + 8 * j) = make_float2(a, b);
+      if (p.splits > 1) *(float2*)(part + 8 * j) = make_float2(a, b);
+      else if (some) *(u32*)(staged + ((32 * w + j ^ line % 8) << 4)) = bf16_pair(a, b);
+      else *(u32*)(p.out + place * LATENT + 256 * w + threadIdx.x % 4 * 2 + 8 * j) = 0;  // the next queries may be there
     }
   }
+  if (p.splits > 1 || !some) return;
+  __syncwarp();  // whole rows of 16 bytes a lane, out of where the queries were; a warp reads what it wrote
+  const int first = row / 16 * 16, lane = threadIdx.x % 32;
+#pragma unroll 4
+  for (int line = first; line < min(first + 16, OWN_HEADS); ++line)
+    *(uint4*)(p.out + (size_t)(piece.row + line) * LATENT + 256 * w + 8 * lane) =
+        *(const uint4*)(shared.q + line * 1024 + ((32 * w + (lane ^ line % 8)) << 4));
 }
 
 template <int W>
-__device__ __forceinline__ void consume(Shared& shared, int begin, int end, int limit, float scale, const Output& to) {
-  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-  float o[128] = {}, top[2] = {NONE, NONE}, sum[2] = {};
-  u32 parity = 0;
-  if (begin < end) barrier_wait(&shared.q_full, 0);
+__device__ __forceinline__ void consume(Shared& shared, const Problem& p) {
+  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  u32 parity = 0, q_parity = 0;
 #pragma unroll 1
-  for (int first = begin; first < end; first += 2, parity ^= 1) {
-    float s[32];
-    score<W>(shared, s, parity);
-    const int seen = limit - (first + W) * TOKENS;  // tokens of this block that are there
-    if (seen < TOKENS) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i)
-        if (i / 4 * 8 + column + i % 2 >= seen) s[i] = NONE;
+  for (int index = blockIdx.x; index < p.pieces(); index += gridDim.x) {
+    const Piece piece(p, index);
+    float o[128] = {}, top[2] = {NONE, NONE}, sum[2] = {};
+    if (piece.begin < piece.end) {
+      barrier_wait(&shared.q_full, q_parity);
+      q_parity ^= 1;
+#pragma unroll 1
+      for (int first = piece.begin; first < piece.end; first += 2, parity ^= 1) {
+        float s[32];
+        score<W>(shared, s, parity);
+        const int seen = piece.limit - (first + W) * TOKENS;  // tokens of this block that are there
+        if (seen < TOKENS) mask<W>(shared, s, seen);
+        if (W == 0) pair_0(shared, row, p.scale, s, top, o, sum);
+        else pair_1(shared, row, p.scale, s, top, o, sum);
+      }
     }
-    float before[2] = {top[0], top[1]};
-    agree(shared, W, row, s, top);
-    if (seen < TOKENS) clear(shared.keys[W], max(seen, 0));
-    u32 weights[4][4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      before[half] = exp2_fast((before[half] - top[half]) * scale);
-      sum[half] *= before[half];
-    }
-    weigh(shared.keys[W] + ROPE_TILE * TILE, row, s, top, scale, sum, weights);
-#pragma unroll
-    for (int i = 0; i < 128; ++i) o[i] *= before[i / 2 % 2];
+    write(shared, W, row, o, sum, top, p, piece);
     publish();
-    rendezvous(2, CONSUMERS);
-    add_values<W>(shared, o, weights);
+    __syncwarp();
+    if (piece.begin < piece.end && threadIdx.x % 32 == 0) barrier_arrive(&shared.q_empty);
   }
-  write(shared, W, row, o, sum, top, scale, to);
 }
 
 // q [rows of all sequences, DIM], cache [pages * PAGE, DIM], pages [sequences, most_pages], lengths [sequences]; a sequence has
-// `q_tokens` queries of HEADS rows, the last one at its last token. Grid: (heads / 64 * q_tokens, splits, sequences).
+// `q_tokens` queries of HEADS rows, the last one at its last token. Any number of CTAs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 mla_decode(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap cache, const int* __restrict__ pages,
            const int* __restrict__ lengths, u16* __restrict__ out, float* __restrict__ part, float* __restrict__ lse,
-           int most_pages, int q_tokens, float scale) {
+           int most_pages, int q_tokens, int splits, int sequences, float scale) {
   extern __shared__ char memory[];
   Shared& shared = *(Shared*)(memory + (-shared_address(memory) & 1023));
   if (threadIdx.x == 0) {
-    barrier_init(&shared.q_full, 1);
+    barrier_init(&shared.q_full, 1), barrier_init(&shared.q_empty, CONSUMERS / 32);
     for (int i = 0; i < 4; ++i) barrier_init(&shared.full[i / 2][i % 2], 1), barrier_init(&shared.empty[i / 2][i % 2], 4);
     publish();
   }
   __syncthreads();
   wait_for_inputs();
-  const int q_row = (blockIdx.z * q_tokens * HEADS) + blockIdx.x * OWN_HEADS;
-  const int length = lengths[blockIdx.z] - (q_tokens - 1 - (int)blockIdx.x * OWN_HEADS / HEADS);
-  const int blocks = max(length + TOKENS - 1, 0) / TOKENS, pairs = (blocks + 1) / 2, share = (pairs + gridDim.y - 1) / gridDim.y;
-  const int begin = blockIdx.y * share * 2, end = min(begin + share * 2, blocks), limit = min(length, end * TOKENS);
+  const Problem problem{pages, lengths, out, part, lse, most_pages, q_tokens, splits, sequences, scale};
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x == CONSUMERS && begin < end)
-      produce(shared, &q, &cache, pages + (size_t)blockIdx.z * most_pages, q_row, begin, end);
+    if (threadIdx.x == CONSUMERS) produce(shared, &q, &cache, problem);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    const Output to{out, part, lse, q_row, (int)gridDim.y, (int)blockIdx.y};
-    if (group == 0) consume<0>(shared, begin, end, limit, scale, to);
-    else consume<1>(shared, begin, end, limit, scale, to);
+    if (group == 0) consume<0>(shared, problem);
+    else consume<1>(shared, problem);
   }
 }

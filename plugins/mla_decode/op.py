@@ -72,8 +72,9 @@ def launch(
     log2_scale = ctypes.c_float(scale / LN2)
     with torch.cuda.device(q.device):
         module = SOURCE.module(HEADS=heads, PAGE=page)
-        arguments = *maps, table, lengths, out, part, part_lse, table.shape[1], tokens, log2_scale
-        module.launch("mla_decode", (tiles, splits, batch), THREADS, *arguments, overlap=overlap, shared=SHARED)
+        arguments = *maps, table, lengths, out, part, part_lse, table.shape[1], tokens, splits, batch, log2_scale
+        grid = (min(tiles * splits * batch, _processors(q.device.index or 0)), 1, 1)
+        module.launch("mla_decode", grid, THREADS, *arguments, overlap=overlap, shared=SHARED)
         if splits > 1:
             combined = part, part_lse, out, lse, splits
             COMBINE.module().launch("mla_combine", (rows, 1, 1), LATENT // 4, *combined, overlap=True)

@@ -39,7 +39,7 @@ def _fp8(bench: Bench, x: Tensor) -> dict[str, Any]:
         eager=lambda: reference.fp8_quantize(x),
         compiled=lambda: compiled(x),
         peers=_fp8_peers(x),
-        right=lambda found: relative(reference.fp8_dequantize(found[0][: len(x)], found[1]), back) < 2e-3,
+        right=lambda found: relative(reference.fp8_dequantize(found[0][: len(x)], found[1]), back) < 1e-2,
         moved=x.numel() * 3 + x.numel() // 32,
         cold=True,
     )

@@ -80,10 +80,10 @@ __device__ __forceinline__ u32 scale_word(u32 row, u32 quad, u32 stride) {
   return stride ? row * stride + quad : (row / 128 * QUADS + quad) * 128 + row % 32 * 4 + row % 128 / 32;
 }
 
-// x [rows, COLUMNS] and input_scale [1] -> codes, four scales a word; pieces up to `scale_pieces` get scales of zero
+// x [rows, COLUMNS] and input_scale [1] -> codes, four scales a word; threads beyond the pieces write `padding` words of zero
 extern "C" __global__ void __launch_bounds__(THREADS)
 nvfp4_quantize(const uint4* __restrict__ x, const float* __restrict__ input_scale, u32* __restrict__ codes,
-               u32* __restrict__ scales, u32 pieces, u32 scale_pieces, u32 code_stride, u32 scale_stride) {
+               u32* __restrict__ scales, u32 pieces, u32 padding, u32 code_stride, u32 scale_stride) {
   const u32 first = first_piece();
   uint4 v[UNROLL];
   wait_for_inputs();
@@ -105,12 +105,11 @@ nvfp4_quantize(const uint4* __restrict__ x, const float* __restrict__ input_scal
       for (int w = 0; w < 4; ++w)
         eight |= (e2m1(first_of(words[w]) * inverse) | e2m1(second_of(words[w]) * inverse) << 4) << 8 * w;
       codes[row * code_stride + column] = eight;
-    } else if (piece < scale_pieces) {
-      quad_scales = 0;
-    } else {
-      continue;
+      if (piece % 8 == 0) scales[scale_word(row, column / 8, scale_stride)] = quad_scales;
+    } else if (piece - pieces < padding) {
+      const u32 word = pieces / 8 + piece - pieces;
+      scales[scale_word(word / QUADS, word % QUADS, scale_stride)] = 0;
     }
-    if (piece % 8 == 0) scales[scale_word(row, column / 8, scale_stride)] = quad_scales;
   }
 }
 

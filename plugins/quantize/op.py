@@ -93,10 +93,10 @@ def launch_fp8(x: Tensor, codes: Tensor, scales: Tensor, overlap: bool = False) 
 
 def launch_nvfp4(x: Tensor, input_scale: Tensor, codes: Tensor, scales: Tensor, tiled: bool = False, overlap: bool = False) -> None:
     """The kernel alone, into rows of any stride."""
-    elements = len(scales) * x.shape[1]
+    padding = (len(scales) - len(x)) * scales.shape[1] // WORD
     strides = codes.stride(0) // WORD, 0 if tiled else scales.stride(0) // WORD
-    arguments = x, input_scale, codes, scales, x.numel() // PIECE, elements // PIECE, *strides
-    _launch("nvfp4_quantize", elements, *arguments, columns=x.shape[1], overlap=overlap)
+    arguments = x, input_scale, codes, scales, x.numel() // PIECE, padding, *strides
+    _launch("nvfp4_quantize", x.numel() + padding * PIECE, *arguments, columns=x.shape[1], overlap=overlap)
 
 
 @fp8_quantize.register_fake

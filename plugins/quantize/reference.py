@@ -22,16 +22,15 @@ FP8_GROUP, NVFP4_GROUP = 128, 16
 LEAST_AMAX = 2.0**-33
 E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Where codes change; ties go to the even one."""
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def fp8_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x BF16 [N, K] -> codes E4M3 [N, K], scales F32 [N, K/128]"""
     groups = x.float().unflatten(-1, (-1, FP8_GROUP))
     amax = groups.abs().amax(-1, keepdim=True).clamp(min=LEAST_AMAX)
-    inverse = amax.new_tensor(448) / amax  # a Python number over a tensor would be a product by its reciprocal
-    codes = (groups * inverse).clamp(-448, 448).to(FP8)
-    return codes.flatten(-2), (amax / 448).squeeze(-1)
+    largest = torch.full_like(amax, 448)  # tensors, or torch would make products by reciprocals of the divisions
+    codes = (groups * (largest / amax)).clamp(-448, 448).to(FP8)
+    return codes.flatten(-2), (amax / largest).squeeze(-1)
 
 
 def fp8_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
@@ -51,8 +50,7 @@ def nvfp4_quantize(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def nvfp4_dequantize(codes: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
     """-> BF16 [N, K]"""
-    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
-    unpacked = values[torch.stack((codes & 15, codes >> 4), dim=-1).int()].flatten(-2)
+    unpacked = decode_e2m1(torch.stack((codes & 15, codes >> 4), dim=-1)).flatten(-2)
     whole = (scales.float() * scale_2).unsqueeze(-1)
     return (unpacked.unflatten(-1, (-1, NVFP4_GROUP)) * whole).flatten(-2).bfloat16()
 
@@ -67,6 +65,13 @@ def tile_scales(scales: Tensor) -> Tensor:
     padded[:rows, :columns] = scales.view(torch.uint8)
     tiles = padded.view(len(padded) // 128, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(padded.shape).view(scales.dtype)
+
+
+def decode_e2m1(codes: Tensor) -> Tensor:
+    """Float32 values of codes U8: a mantissa bit below 1 counts halves, beyond it the exponent doubles 1 and 1.5."""
+    size, sign = (codes & 7).float(), 1 - (codes >> 3).float() * 2
+    large = torch.exp2((codes >> 1 & 3).float() - 1) * (1 + (codes & 1).float() / 2)
+    return torch.where(size < 2, size / 2, large) * sign
 
 
 def e2m1(values: Tensor) -> Tensor:

@@ -88,9 +88,9 @@ def test_nvfp4_kernels_vs_reference(kernels: tuple[int, CudaOnCpu], kind: str, r
     wanted = reference.tile_scales(scales) if tiled else scales
     found, found_scales = torch.full_like(codes, 0xA5), torch.full_like(wanted, -1)
     pieces, stride = x.numel() // 8, COLUMNS // 64
-    scale_pieces = len(wanted) * COLUMNS // 8
-    arguments = x, input_scale, found, found_scales, pieces, scale_pieces, COLUMNS // 8, 0 if tiled else stride
-    run(kernels, "nvfp4_quantize", scale_pieces * 8, *arguments)
+    padding = (len(wanted) - rows) * stride
+    arguments = x, input_scale, found, found_scales, pieces, padding, COLUMNS // 8, 0 if tiled else stride
+    run(kernels, "nvfp4_quantize", x.numel() + padding * 8, *arguments)
     same(found_scales, wanted)
     same(found, codes)
     back, again = torch.full_like(x, -1), torch.full_like(reference.tile_scales(scales), -1)
