@@ -15,9 +15,8 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.source import find_source
 from pipeline.doctor import gpus, links, software, system
 from pipeline.doctor.probe import BAD, UNKNOWN, WARN, Check, Run, Wanted, run_tool
-from pipeline.launch import launchable
 from pipeline.launch.fleet import Fleet, planned_fleet
-from pipeline.launch.image import image_of
+from pipeline.launch.image import image_of, launchable
 from pipeline.models.arch import Arch
 from pipeline.planner.params import LINEAR_CLASSES, stored_bytes
 from pipeline.triton.releases import target as triton_release

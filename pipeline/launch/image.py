@@ -12,10 +12,17 @@ from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
 from pipeline.triton.releases import holding, release, target
 
-__all__ = ["contents", "image_of"]
+__all__ = ["contents", "image_of", "launchable"]
+
+KINDS = ("trtllm", "vllm")
 
 TRITON = re.compile(r"tritonserver:(\d\d\.\d\d)-(trtllm|vllm)-python-py3")
 TENSORRT_LLM = re.compile(r"tensorrt-llm/release:(\d+\.\d+[\w.]*)")
+
+
+def launchable(kind: str) -> bool:
+    """Whether an engine is served from a published container; the others run where they were built."""
+    return kind in KINDS
 
 
 def image_of(config: Config) -> str | None:

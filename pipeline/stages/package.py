@@ -58,7 +58,7 @@ STAGE = Stage(
 def run(ctx: StageContext) -> None:
     """Let the layout write the repository for the release, check it, describe it in package.json; write the launchers."""
     from pipeline.core.jsonio import write_json
-    from pipeline.launch import launchable, write
+    from pipeline.launch.image import launchable
     from pipeline.triton.layouts import chosen
     from pipeline.triton.releases import target
 
@@ -73,6 +73,8 @@ def run(ctx: StageContext) -> None:
     })  # fmt: skip
     ctx.progress.note(f"repository with {', '.join(models)}" if models else "no repository: trtllm-serve serves the bundle")
     if launchable(ctx.config.engine.kind):
+        from pipeline.launch.render import write
+
         write(ctx, ctx.out / "launch")
     if release is None:
         ctx.progress.note(_without_container(ctx.config))

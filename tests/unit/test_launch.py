@@ -19,10 +19,10 @@ from pipeline.core.stage import StageContext
 from pipeline.engines.trtllm.llm_args import render as render_args
 from pipeline.engines.trtllm.llm_args import to_yaml
 from pipeline.engines.trtllm.versions import version_line
-from pipeline.launch import render, write
 from pipeline.launch.crosscheck import bundle_of, problems
 from pipeline.launch.fleet import fleet_of, planned_fleet, roles_of
 from pipeline.launch.image import contents, image_of
+from pipeline.launch.render import render, write
 from pipeline.planner.placement import rank_places
 from pipeline.planner.plan import make_plan
 from scripts.lint_rendered import lint_text

@@ -18,7 +18,7 @@ from pipeline.engines import trtllm
 from pipeline.engines.trtllm.llm_args import render, to_yaml
 from pipeline.engines.trtllm.versions import version_line
 from pipeline.engines.trtllm.warm import warm
-from pipeline.launch import write
+from pipeline.launch.render import write
 from pipeline.launch.script import fill
 from pipeline.planner.plan import make_plan
 from scripts.lint_rendered import lint_text
