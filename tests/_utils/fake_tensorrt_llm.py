@@ -4,7 +4,7 @@
 itself; `outputs[0].text` is all text so far; `abort()` ends it with finish_reason "cancelled". A token is a byte, so a
 character takes up to four, and the text ends in U+FFFD while one is incomplete. The answer is the prompt reversed, or, if
 the prompt has a newline, what stands before it, for ever. EOT (0x04) is EOS; a prompt that begins with "slow" takes 50 ms a
-step, others FAKE_STEP seconds; "boom" fails in the engine, "die" kills the process.
+step, others FAKE_STEP seconds; "boom" fails in the engine, "mid" does after three tokens, "die" kills the process.
 FAKE_ABORTS names a file that gets one line for each generation that is aborted.
 """
 
@@ -79,7 +79,7 @@ class RequestOutput:
         await asyncio.sleep(self._pause)
         if self._prompt.startswith("die"):
             os._exit(1)
-        if self._prompt.startswith("boom"):
+        if self._prompt.startswith("boom") or (self._prompt.startswith("mid") and len(self.outputs[0].token_ids) > 2):
             self.finished = True
             raise RuntimeError("the engine failed")
         self._step(self.outputs[0])

@@ -2,8 +2,8 @@
 
 It reads our model.json, refuses what AsyncEngineArgs does not know and a GPU kind of several ranks, needs the decoupled
 policy, and takes `model` relative to the working directory. A token is a byte; the answer is the prompt reversed, or what stands
-before its newline, for ever; EOT (0x04) is EOS; "boom" fails in the engine, "die" kills the process, "slow" takes 50 ms a
-step and others FAKE_STEP seconds. What exceeds max_num_seqs waits.
+before its newline, for ever; EOT (0x04) is EOS; "boom" fails in the engine, "mid" does after three tokens, "die" kills the process,
+"slow" takes 50 ms a step and others FAKE_STEP seconds. What exceeds max_num_seqs waits.
 """
 
 import asyncio
@@ -139,7 +139,7 @@ class Request:
             await asyncio.sleep(pause)
             if self.prompt.startswith("die"):
                 os._exit(1)
-            if self.prompt.startswith("boom"):
+            if self.prompt.startswith("boom") or (self.prompt.startswith("mid") and len(made) > 2):
                 raise RuntimeError("the engine failed")
             token = next(answer, EOS)
             ended = token == EOS and not self.given.get("ignore_eos")

@@ -53,6 +53,18 @@ class Layout:
         metrics = self.running.endpoint.metrics(self.engine)
         return metrics.get("llm_requests_running", metrics.get("vllm:num_requests_running", -1.0))
 
+    def threads(self) -> int:
+        """Of the processes that run the models."""
+        stubs = [path.parent for path in Path("/proc").glob("[0-9]*/stat") if self._is_stub(path)]
+        return sum(len(list((stub / "task").iterdir())) for stub in stubs)
+
+    def _is_stub(self, stat: Path) -> bool:
+        try:
+            name, _, rest = stat.read_text().partition(") ")
+        except OSError:
+            return False
+        return "triton_python" in name and int(rest.split()[2]) == self.running.process.pid
+
 
 def generate_repository(layout: str, folder: Path) -> Path:
     """What `package` writes for the oldest release, with the double of the engine beside the model."""
@@ -161,6 +173,15 @@ def test_a_failure_of_the_engine_reaches_the_client_and_the_next_request_works(l
     assert layout.client.generate("ab", max_tokens=2) == "ba"
 
 
+def test_a_failure_in_mid_stream_reaches_the_client(layout: Layout) -> None:
+    """Triton 2.51 loses such an error on its way from one model to another, which waits for it for ever."""
+    pieces = []
+    with pytest.raises(TritonError, match="the engine failed"), layout.client.stream("midway\n", max_tokens=30) as stream:
+        for chunk in stream:
+            pieces.append(chunk.text)
+    assert "".join(pieces) == "mid"
+
+
 def test_an_error_inside_a_good_answer_is_an_error(layout: Layout) -> None:
     with pytest.raises(TritonError, match="exactly 1 response") as caught:
         layout.client.generate("abc\n", max_tokens=5, stream=True)
@@ -200,6 +221,14 @@ def test_a_client_that_leaves_frees_its_slot(layout: Layout) -> None:
         next(stream)
         wait(lambda: layout.busy() == 1)
     assert wait(lambda: layout.busy() == 0) < 1
+
+
+def test_clients_that_leave_leave_no_thread_behind(layout: Layout) -> None:
+    before = layout.threads()
+    for _ in range(5):
+        with layout.client.stream("abc\n", max_tokens=ROOM) as stream:
+            next(stream)
+    wait(lambda: layout.threads() == before)
 
 
 def test_an_http_client_that_vanishes_frees_its_slot(layout: Layout) -> None:

@@ -265,6 +265,12 @@ def test_a_failing_engine_answers_and_the_next_request_works(model):
     assert answered(model, ask("ab"))[0].text() == "ba"
 
 
+def test_another_model_reads_errors_in_an_output(model):
+    *_, last = answered(model, ask("midway", streaming=True, errors_as_output=True))
+    assert last.error is None
+    assert {tensor.label: tensor.array[0] for tensor in last.output_tensors} == {"error_output": b"INTERNAL: the engine failed"}
+
+
 def test_a_client_that_left_aborts_its_generation(model):
     request = ask("slow" + "x" * 40, streaming=True)
     model.execute([request])

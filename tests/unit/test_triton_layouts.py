@@ -151,7 +151,7 @@ def test_the_models_behind_a_model():
 
 def test_prefill_and_decode_apart_leave_no_repository(tmp_path, monkeypatch):
     config = load([*R1, *APART])
-    monkeypatch.setattr("pipeline.launch.write", lambda ctx, out: out.mkdir())
+    monkeypatch.setattr("pipeline.launch.render.write", lambda ctx, out: out.mkdir())
     ctx = StageContext(config=config, inputs={"engine": tmp_path}, checkpoint=None, out=tmp_path, progress=serving.Quiet())
     package.run(ctx)
     assert not (tmp_path / "repository").exists()

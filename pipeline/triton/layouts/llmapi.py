@@ -61,8 +61,9 @@ OURS = {
     "guided_decoding_guide": "STRING",
     "return_num_input_tokens": "BOOL",
     "return_num_output_tokens": "BOOL",
+    "errors_as_output": "BOOL",
 }
-"""Beyond upstream's: what its ensemble had, and the counts that usage is billed by."""
+"""Beyond upstream's: what its ensemble had, the counts that usage is billed by, and errors that another model can read."""
 INPUTS = (*pbtxt.specs({"text_input": "STRING[-1]"}), *pbtxt.specs(UPSTREAMS | OURS, optional=True))
 OUTPUTS = pbtxt.specs(
     {
@@ -72,6 +73,7 @@ OUTPUTS = pbtxt.specs(
         "cumulative_logprob": "FP32[-1]",
         "num_input_tokens": "INT32[-1]",
         "num_output_tokens": "INT32[-1]",
+        "error_output": "STRING[-1]",
     }
 )
 

@@ -20,6 +20,8 @@ from names import Call, translate
 
 CANCEL_PERIOD = 0.05
 """Seconds between two looks at whether clients are gone."""
+ERROR = "error_output"
+"""Output of the engine that says "CODE: sentence"."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -78,18 +80,26 @@ class TritonPythonModel:
                 sender.send(last, flags=FINAL)
 
     def _ask(self, inputs: dict[str, np.ndarray], outputs: list[str], ident: str) -> Iterator[dict[str, np.ndarray]]:
-        """Outputs of each response of the engine; _EngineError if one of them is an error."""
+        """Outputs of each response of the engine; _EngineError if one of them is an error.
+
+        Guard: errors are asked for as outputs. Triton 24.10 loses one that comes after the first response, and this thread
+        would wait for it for ever.
+        """
         request = pb_utils.InferenceRequest(
             model_name=self._engine,
             request_id=ident,
-            requested_output_names=outputs,
-            inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
+            requested_output_names=[*outputs, ERROR],
+            inputs=[pb_utils.Tensor(name, array) for name, array in (inputs | {"errors_as_output": np.array([True])}).items()],
         )
         for response in request.exec(decoupled=True):
             if response.has_error():
                 raise _EngineError(response.error().message(), response.error().code())
-            if tensors := response.output_tensors():
-                yield {tensor.name(): tensor.as_numpy() for tensor in tensors}
+            found = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+            if ERROR in found:
+                code, _, sentence = found[ERROR][0].decode().partition(": ")
+                raise _EngineError(sentence, getattr(pb_utils.TritonError, code))
+            if found:
+                yield found
 
     def _watch(self) -> None:
         """Watcher thread: end the generation of what no client waits for."""

@@ -109,11 +109,11 @@ class TritonPythonModel:
                     text = ""
             sender.send(_response(text_output=text, **_final_outputs(call, result)), flags=final)
         except asyncio.CancelledError:
-            sender.send(_refusal(RuntimeError("the server is shutting down"), "UNAVAILABLE"), flags=final)
+            sender.send(_failure(call, RuntimeError("the server is shutting down"), "UNAVAILABLE"), flags=final)
         except _Cancelled:
-            sender.send(_refusal(RuntimeError("the request was cancelled"), "CANCELLED"), flags=final)
+            sender.send(_failure(call, RuntimeError("the request was cancelled"), "CANCELLED"), flags=final)
         except Exception as error:  # the engine's own refusals reach the client as they are
-            sender.send(_refusal(error), flags=final)
+            sender.send(_failure(call, error), flags=final)
 
     async def _deltas(self, result: Any, call: Call, unwanted: Callable[[], bool]) -> AsyncIterator[str]:
         """New text of each step. Aborts the generation when nobody waits for it any more."""
@@ -231,8 +231,18 @@ def _response(**outputs: Any) -> Any:
     return pb_utils.InferenceResponse(output_tensors=tensors)
 
 
+def _failure(call: Call, error: Exception, code: str = "") -> Any:
+    """The end of a request that went wrong, told as the call wants it."""
+    if call.errors_as_output:
+        return _response(error_output=f"{code or _code(error)}: {error}")
+    return _refusal(error, code)
+
+
 def _refusal(error: Exception, code: str = "") -> Any:
     """An error response; `code` is the name of one of Triton's, where it is not chosen by the kind of error."""
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, code or _code(error))))
+
+
+def _code(error: Exception) -> str:
     kinds = {ValueError: "INVALID_ARG", _FullError: "UNAVAILABLE"}
-    name = code or next((name for kind, name in kinds.items() if isinstance(error, kind)), "INTERNAL")
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, name)))
+    return next((name for kind, name in kinds.items() if isinstance(error, kind)), "INTERNAL")
