@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import re
 import time
 import uuid
@@ -40,6 +41,7 @@ PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 ID = web.RequestKey("id", str)
 """A request's own id."""
+LOG = logging.getLogger("pipeline.openai")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -82,10 +84,11 @@ class Gateway:
         try:
             self._require_key(request)
             response = await handler(request)
-        except ApiError as error:
-            response = web.json_response(error.body(), status=error.status, headers=error.headers)
         except web.HTTPException as error:
             response = _refusal(error)
+        except Exception as error:  # whatever happens, the client gets OpenAI's shape
+            failure = _failure(request, error)
+            response = web.json_response(failure.body(), status=failure.status, headers=failure.headers)
         finally:
             self._running -= 1
         if not response.prepared:
@@ -191,11 +194,11 @@ async def _stream(request: web.Request, events: AsyncIterator[bytes]) -> web.Str
             await _write(response, first)
             async for data in events:
                 await _write(response, data)
-        except ApiError as error:
-            await _write(response, event(error.body()))
         except (TimeoutError, ConnectionError):
             if request.transport:
                 request.transport.abort()
+        except Exception as error:  # the status is sent, so it can only be an event
+            await _write(response, event(_failure(request, error).body()))
     return response
 
 
@@ -216,6 +219,16 @@ async def _body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise ApiError(408, f"The body did not come within {BODY_SECONDS:g} s.") from None
+
+
+def _failure(request: web.Request, error: Exception) -> ApiError:
+    """What the client is told; what is not the client's fault is logged, with the request's id."""
+    if not isinstance(error, ApiError):
+        LOG.error("%s %s failed", request[ID], request.path, exc_info=error)
+        return ApiError(500, "The gateway failed; its log says why.", code="internal_error")
+    if error.status >= 500:
+        LOG.warning("%s %s: %s %s", request[ID], request.path, error.status, error.message)
+    return error
 
 
 def _public_id(request: web.Request) -> str:

@@ -29,6 +29,8 @@ STRICT = (("triton_grpc_error", "true"),)
 """Triton from 24.08 on then ends a failed stream with its status; older ones send the text alone."""
 QUICK = 5.0
 """Seconds for questions that need no generation."""
+DEAD = "is not healthy"
+"""Triton's words for a python model without a process: it fails new requests and never answers those that it had."""
 PROBE = {"max_tokens": 8, "temperature": 0.0}
 NO_LIMIT = {"top_k": 0, "top_p": 1}
 DONE = {"end_id": "stop", "stop_words": "stop", "eos": "stop"}
@@ -65,16 +67,23 @@ class Backend:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._model: Model | None = None
         self._asking = asyncio.Lock()
+        self._suspect = False
+        """An answer failed inside the model, which says it is ready even when its process has died."""
+        self._running: set[Any] = set()
+        """gRPC calls; those of a process that died would wait for ever."""
 
     async def close(self) -> None:
         """End the connection."""
         await self._channel.close()
 
     async def ready(self) -> bool:
-        """Whether the model says it is ready. It may still fail: a crashed model keeps saying so."""
+        """Whether the model says it is ready and, if an answer failed since the last time, gives one token to prove it."""
         try:
             reply = await self._stub.ModelReady(service_pb2.ModelReadyRequest(name=self.name), timeout=QUICK)
-        except grpc.RpcError:
+            if reply.ready and self._suspect:
+                pieces = self.generate("The", {"max_tokens": 1}, stream=False, request_id="health")
+                self._suspect = not [piece async for piece in pieces]
+        except (grpc.RpcError, ApiError):
             return False
         return bool(reply.ready)
 
@@ -117,10 +126,11 @@ class Backend:
             code, details = error.code(), error.details()
             if code is grpc.StatusCode.UNAVAILABLE:
                 self._model = None  # the server may come back with another
-            raise from_triton(code.name, details or code.name) from None
+            raise self._failure(code.name, details or code.name) from None
 
     async def _stream(self, request: service_pb2.ModelInferRequest) -> AsyncIterator[dict[str, bytes]]:
         call = self._stub.ModelStreamInfer(_once(request), timeout=self.timeout, metadata=STRICT)
+        self._running.add(call)
         try:
             async for message in call:
                 if message.error_message:
@@ -128,10 +138,25 @@ class Backend:
                     # until it is killed.
                     async for _ in call:
                         pass
-                    raise from_triton("", message.error_message)
+                    raise self._failure("", message.error_message)
                 yield outputs_of(message.infer_response)
+        except asyncio.CancelledError:
+            if call in self._running:
+                raise  # the reader has left
+            raise ApiError(500, "The model's process died during this answer.", code="engine_error") from None
         finally:
+            self._running.discard(call)
             call.cancel()
+
+    def _failure(self, code: str, text: str) -> ApiError:
+        """The error for the client; if the model's process is dead, the answers that wait for it are ended too."""
+        failure = from_triton(code, text)
+        self._suspect = self._suspect or failure.status == 500
+        if DEAD in text:
+            calls, self._running = self._running, set()
+            for call in calls:
+                call.cancel()
+        return failure
 
     async def _ask(self) -> Model:
         question = service_pb2.ModelConfigRequest(name=self.name)

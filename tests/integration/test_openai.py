@@ -326,13 +326,54 @@ def test_a_gateway_outlives_its_server(tmp_path: Path) -> None:
         for _ in range(2):
             with server.start(serve.serve, repository) as started:
                 wait(lambda: not fails(client, ask | {"max_tokens": 3}))
+                assert healthy(client)
                 chunks = iter(client.chat.completions.create(**ask, stream=True))
                 next(chunks)
                 os.killpg(started.process.pid, signal.SIGKILL)
                 with pytest.raises(openai.APIError):
                     list(chunks)
+                assert not healthy(client)
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
+
+
+def test_a_model_whose_process_died_is_not_healthy(tmp_path: Path) -> None:
+    """Triton goes on to say that it is ready."""
+    serve = config(tokenizer=str(write_tokenizer(tmp_path / "tokenizer"))).serve
+    engine = serving.write_fake_engine(tmp_path / "engine")
+    repository = serving.package_engine(engine, tmp_path / "package", config(), serving.FAKE_RUNTIME)
+    with server.start(serve, repository) as started, beside(serve, started.endpoint, started.models, repository) as companion:
+        assert companion
+        with openai.OpenAI(base_url=companion.line.split()[-1], api_key="any", max_retries=0, timeout=20) as client:
+            assert healthy(client)
+            ask = {"model": "fake_r1", "max_tokens": 2}
+            with ThreadPoolExecutor(1) as pool:
+                killer = pool.submit(lambda: client.completions.create(**ask, prompt="\x02"))
+                wait(lambda: not answers(client, ask), 15)
+                with pytest.raises(openai.InternalServerError, match="process died"):
+                    killer.result()
+            assert started.endpoint.ready() and not healthy(client)
+
+
+def answers(client: openai.OpenAI, ask: dict[str, Any]) -> bool:
+    """Whether the model's process seems to live; a request that was there when it died is one more that waits for ever."""
+    try:
+        client.with_options(timeout=3).completions.create(**ask, prompt="a")
+    except openai.APITimeoutError:
+        return True
+    except openai.InternalServerError as error:
+        assert "not healthy" in error.message and error.status_code == 500
+        return False
+    return True
+
+
+def healthy(client: openai.OpenAI) -> bool:
+    root = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
+    try:
+        root.get("/health", cast_to=object)
+    except openai.InternalServerError:
+        return False
+    return True
 
 
 def fails(client: openai.OpenAI, ask: dict[str, Any]) -> bool:

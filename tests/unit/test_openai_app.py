@@ -30,7 +30,7 @@ INPUTS = ("text_input", "stream", "max_tokens", "temperature", "top_p", "top_k",
 class Double:
     """A model that says `words`, or words without end; `error` comes after them."""
 
-    def __init__(self, words: list[str] | None = None, error: ApiError | None = None, pause: float = 0.0) -> None:
+    def __init__(self, words: list[str] | None = None, error: Exception | None = None, pause: float = 0.0) -> None:
         self.words, self.error, self.pause = words, error, pause
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.said, self.left = 0, 0
@@ -265,6 +265,17 @@ def test_an_error_before_the_first_text_has_its_status_and_one_after_it_is_an_ev
 
     serving(early, Double([], error))
     serving(late, Double(["one"], error))
+
+
+def test_a_mistake_of_the_gateway_s_own_has_the_shape_too(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(session: aiohttp.ClientSession, model: Double) -> None:
+        status, answer = await post(session, CHAT)
+        assert (status, answer["error"]["code"], answer["error"]["type"]) == (500, "internal_error", "server_error")
+        async with session.post("/v1/chat/completions", json=CHAT | {"stream": True}) as reply:
+            assert '"code":"internal_error"' in await reply.text()
+
+    serving(test, Double(["one"], ZeroDivisionError("a bug")))
+    assert "a bug" in caplog.text
 
 
 def test_one_failed_choice_ends_the_others() -> None:
