@@ -144,7 +144,8 @@ class TestProblems:
             ({"backend": "tensorrt"}, "1.4", "is gone: leave backend out"),
             ({"speculative_config": {"max_draft_len": 3}}, "1.3", "does not say its decoding_type: one of MTP"),
             ({"moe_config": "CUTLASS"}, "1.2", "moe_config=CUTLASS must be a table"),
-            ({"kv_cache_config": None}, "1.2", "kv_cache_config=None must be a table"),
+            ({"kv_cache_config": None}, "1.2", "kv_cache_config=null must be a table"),
+            ({"cp_config": {"multimodal_config": {}}}, "1.3", r"\(cp_config\): did you mean multimodal_config at the top"),
             ({"nobody_knows": 1}, "1.4", "as far as it is known"),
         ],
     )

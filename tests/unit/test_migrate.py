@@ -104,6 +104,18 @@ class TestForeign:
         done = to({**SGLANG, "moe_runner_backend": "unheard_of"}, "1.2")
         assert "moe_config" not in done.args and "unheard_of has no equivalent" in str(done.lost[-1] if done.lost else "")
 
+    def test_nothing_is_left_that_the_line_refuses(self):
+        done = to(
+            {"cp_config": {"model": "x", "cp_type": "HELIX"}, "speculative_config": {}, "moe_config": {"max_num_tokens": "x"}},
+            "1.3",
+        )
+        assert done.args == {"cp_config": {"cp_type": "HELIX"}, "moe_config": {}}
+        assert {item.path for item in done.lost} == {
+            "cp_config.model",
+            "moe_config.max_num_tokens",
+            "speculative_config.decoding_type",
+        }
+
     def test_whose_names_they_are(self):
         assert (dialect_of(VLLM), dialect_of(SGLANG), dialect_of(OLD)) == ("vllm", "sglang", None)
         assert all(dialect_of(recipe) is None for recipe in RECIPES.values())

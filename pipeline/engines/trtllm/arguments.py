@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from pipeline.engines.trtllm.dialects import OWN, dialect, dialects
-from pipeline.engines.trtllm.fields import Field
+from pipeline.engines.trtllm.fields import Field, shown
 from pipeline.engines.trtllm.versions import VersionLine, known_lines, later_lines, release_order, version_line
 
 __all__ = ["Problem", "earlier_name", "earlier_value", "later_value", "no_tensorrt", "notes", "problems"]
@@ -82,7 +82,7 @@ def _refused(path: str, value: Any, kind: str, field: Field, line: VersionLine) 
     near = get_close_matches(str(value).upper(), [word.upper() for word in field.words], n=1)
     hint = new or next((word for word in field.words if near and word.upper() == near[0]), "")
     fix = f"did you mean {hint}?" if hint else ""
-    return Problem(path, value, kind, f"{path}={value} must be {field.wanted()}", fix)
+    return Problem(path, value, kind, f"{path}={shown(value)} must be {field.wanted()}", fix)
 
 
 def no_tensorrt(line: VersionLine) -> str:
@@ -188,7 +188,8 @@ def _foreign(path: str, value: Any, line: VersionLine) -> Problem | None:
 def _nearest(path: str, value: Any, fields: Mapping[str, Field], line: VersionLine) -> Problem:
     prefix, _, key = path.rpartition(".")
     same = sorted((known for known in line.known if known.rpartition(".")[2] == key), key=lambda known: _unstable(known, line))
-    place = next(iter(get_close_matches(key, fields, n=1, cutoff=0.8) or same or get_close_matches(key, fields, n=1)), None)
+    elsewhere = [known if "." in known else f"{known} at the top" for known in same]
+    place = next(iter(get_close_matches(key, fields, n=1, cutoff=0.8) or elsewhere or get_close_matches(key, fields, n=1)), None)
     fix = f"did you mean {place}?" if place else ""
     where = f" ({prefix})" if prefix else ""
     doubt = "" if line.complete else ", as far as it is known"

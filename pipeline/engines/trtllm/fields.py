@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Field", "field_of"]
+__all__ = ["Field", "field_of", "shown"]
 
 _ROW = re.compile(r"^(?P<types>.*?)(?: = (?P<default>.*?))?(?: !(?P<status>\w+))?$")
 _NUMBER = re.compile(r"^(?P<kind>int|float)(?P<low>>=?-?[\d.]+)?(?P<high><=?-?[\d.]+)?$")
@@ -42,7 +42,7 @@ class Field:
     """stable, beta, prototype or deprecated."""
 
     def refusal(self, value: Any) -> str | None:
-        """"type" or "value" where the engine would refuse `value`, which is no table of a section's; None where it takes it."""
+        """Of `value`, which is no table of a section's: "type" or "value" where the engine would refuse it, None where not."""
         if value is None:
             return None if "null" in self.types or "any" in self.types else "type"
         if isinstance(value, str) and value in self.words:
@@ -140,3 +140,10 @@ def _default(text: str | None) -> Any:
         return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
     except ValueError:
         return text
+
+
+def shown(value: Any) -> str:
+    """As YAML writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

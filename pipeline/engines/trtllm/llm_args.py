@@ -14,6 +14,7 @@ import yaml
 
 from pipeline.core.errors import ConfigError, StageError
 from pipeline.engines.trtllm.arguments import problems
+from pipeline.engines.trtllm.fields import shown
 from pipeline.engines.trtllm.versions import VersionLine
 
 __all__ = ["check", "render", "to_yaml"]
@@ -122,7 +123,7 @@ def _merge(args: dict[str, Any], more: Mapping[str, Any], prefix: str) -> None:
         else:
             setting = SETTINGS.get(name) or SETTINGS.get(name.split(".")[0]) or "parallel.*, workload.*, slo.* and engine.trtllm.*"
             raise ConfigError(
-                f"engine.trtllm.args.{name}={value}, but the plan chooses {name}={args[key]}: leave it out; "
+                f"engine.trtllm.args.{name}={shown(value)}, but the plan chooses {name}={shown(args[key])}: leave it out; "
                 f"set {setting} for another one."
             )
 

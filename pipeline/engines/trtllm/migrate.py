@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.engines.trtllm.arguments import Problem, earlier_name, earlier_value, later_value, notes, problems
 from pipeline.engines.trtllm.dialects import OWN, Spelling, dialect, dialect_of
+from pipeline.engines.trtllm.fields import shown
 from pipeline.engines.trtllm.versions import VersionLine, known_lines, version_line
 
 __all__ = ["Change", "Migration", "migrate"]
@@ -31,7 +32,7 @@ class Change:
     note: str = ""
 
     def __str__(self) -> str:
-        old, new = _shown(self.value), _shown(self.new_value)
+        old, new = shown(self.value), shown(self.new_value)
         text = f"{self.path} is now {self.to}" if old == new else f"{self.path}: {old} is now {self.to}: {new}"
         return f"{text} ({self.note})" if self.note else text
 
@@ -53,14 +54,14 @@ def migrate(args: Args, line: VersionLine, source: str | None = None) -> Migrati
     """`args` in the names and values of `line`; `source` is their dialect, or "trtllm", where their own names do not tell."""
     foreign = dialect_of(args) if source is None else None if source == "trtllm" else source
     done = Migration(dialect(foreign).title if foreign else f"TensorRT-LLM {_likely_line(args)}", line.line)
-    moves = [move for path, value in _leaves(args) for move in _moves(done, path, value, args, foreign, line)]
+    moves = [move for path, value in _leaves(args, line) for move in _moves(done, path, value, args, foreign, line)]
     kinds = {move.to: str(move.new) for move in moves}
     for move in sorted(moves, key=lambda move: move.to.count(".")):  # a table that is null before what is in it
         _place(done, move, kinds, line)
-    refused = [problem for problem in problems(done.args, line) if problem.kind in ("type", "value")]
-    done.lost += refused
-    for problem in refused:
-        _remove(done.args, problem.path)
+    while refused := problems(done.args, line):
+        done.lost += refused
+        for problem in refused:
+            _remove(done.args, problem.path)
     return done
 
 
@@ -92,7 +93,7 @@ def _moves(done: Migration, path: str, value: Any, args: Args, foreign: str | No
             if spelling and spelling.to:
                 yield _Move(path, value, spelling.to, spelling.value(value, args), spelling.note)
     except LookupError:
-        done.lost.append(Problem(path, value, "value", f"{path}={value} has no equivalent"))
+        done.lost.append(Problem(path, value, "value", f"{path}={shown(value)} has no equivalent"))
 
 
 def _place(done: Migration, move: _Move, kinds: Mapping[str, str], line: VersionLine) -> None:
@@ -160,19 +161,20 @@ def _unknown(path: str, value: Any, meant: Spelling | None, line: VersionLine) -
     return found[0] if found else Problem(path, value, "unknown", f"{path} is not an argument of TensorRT-LLM {line.line}")
 
 
-def _leaves(args: Args, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(args: Args, line: VersionLine, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every value with its dotted path; tables that are values, and empty ones, are not taken apart."""
     for key, value in args.items():
         path = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and not _is_value(path):
-            yield from _leaves(value, f"{path}.")
+        if isinstance(value, Mapping) and value and not _is_value(path, line):
+            yield from _leaves(value, line, f"{path}.")
         else:
             yield path, value
 
 
-def _is_value(path: str) -> bool:
-    """Whether a line takes any table here."""
-    fields = [known[path] for known in (version_line(name).known for name in known_lines()) if path in known]
+def _is_value(path: str, line: VersionLine) -> bool:
+    """Whether the line takes any table here, or another one where it has no such argument."""
+    lines = [line] if path in line.known else map(version_line, known_lines())
+    fields = [one.known[path] for one in lines if path in one.known]
     return any("dict" in field.types and not field.section for field in fields)
 
 
@@ -192,14 +194,10 @@ def _set(args: dict[str, Any], path: str, value: Any) -> bool:
 
 
 def _remove(args: dict[str, Any], path: str) -> None:
-    *parents, key = path.split(".")
-    for parent in parents:
-        args = args[parent]
-    args.pop(key, None)
-
-
-def _shown(value: Any) -> str:
-    """As YAML writes it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    """Take out an argument, or the table that lacks it."""
+    head, _, rest = path.partition(".")
+    inner = args.get(head)
+    if isinstance(inner, dict) and rest and (rest.partition(".")[0] in inner):
+        _remove(inner, rest)
+    else:
+        args.pop(head, None)
