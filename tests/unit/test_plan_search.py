@@ -212,6 +212,17 @@ def test_an_open_number_of_nodes_needs_a_total_and_engines_of_one_device_take_on
     assert make_plan(config, TINY).deploy["nodes"] == 1
 
 
+def test_prefill_and_decode_apart_count_their_own_nodes():
+    settings = (*NARROW, "hw.num_nodes=null", "slo.tpot_ms=50", "slo.tokens_per_second=150000")
+    shown = report(*settings, "engine.trtllm.serving=disaggregated")
+    predicted, deploy = shown["predicted"], shown["deploy"]
+    assert predicted["tokens_per_second"] >= 150000 and predicted["tpot_ms"] <= 50
+    used = sum(row["count"] * row["num_devices"] for row in deploy["roles"])
+    assert deploy["nodes"] == predicted["nodes"] > 1 and used <= 8 * deploy["nodes"]
+    fewer = (*NARROW, f"hw.num_nodes={deploy['nodes'] - 1}", *settings[-2:], "engine.trtllm.serving=disaggregated")
+    assert "slo.tokens_per_second=150000" in outcome(*fewer)
+
+
 def test_a_pinned_width_is_repeated_for_a_total_rate():
     best = found("parallel=adp8_ep8", "hw.num_nodes=8", "slo.tpot_ms=50", "slo.tokens_per_second=100000").best
     assert (best.candidate.replicas, best.candidate.nodes, str(best.setup.layout)) == (3, 3, "ADP8+EP8")

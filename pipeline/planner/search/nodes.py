@@ -16,7 +16,7 @@ from pipeline.planner.search.front import nearest, recommended
 from pipeline.planner.search.score import Point, Scored, score
 from pipeline.planner.search.space import candidates, layouts, on_nodes
 
-__all__ = ["MOST_NODES", "NodeCounts", "fewest_beyond", "node_counts", "why_nodes"]
+__all__ = ["MOST_NODES", "NodeCounts", "fewest_beyond", "least", "node_counts", "why_nodes"]
 
 MOST_NODES = 1024
 """Counts that are tried where hw.num_nodes is open."""
@@ -30,6 +30,8 @@ class NodeCounts:
     chosen: int
     tried: Mapping[int, Scored | None]
     at_hand: int | None
+    at: At
+    """Candidates on any number of nodes."""
 
     @property
     def scored(self) -> Scored:
@@ -73,7 +75,7 @@ def node_counts(case: Case) -> NodeCounts | None:
     for beside in (chosen - 1, chosen + 1) if most > 1 and case.has_total else ():
         if 1 <= beside <= most:
             at(beside)
-    return NodeCounts(chosen, dict(sorted(tried.items())), at_hand) if at(chosen) else None
+    return NodeCounts(chosen, dict(sorted(tried.items())), at_hand, at) if at(chosen) else None
 
 
 def fewest_beyond(case: Case) -> int | None:
@@ -81,7 +83,7 @@ def fewest_beyond(case: Case) -> int | None:
     if not case.has_total or one_instance(case.config):
         return None
     wide = replace(case, config=replace(case.config, hw=replace(case.hw, num_nodes=None)))
-    return _doubled(_enough(case, _evaluator(wide), sure=True), MOST_NODES)
+    return least(_enough(case, _evaluator(wide), sure=True), MOST_NODES)
 
 
 def _evaluator(case: Case) -> At:
@@ -106,7 +108,7 @@ def _evaluator(case: Case) -> At:
 
 def _fewest(case: Case, at: At, most: int) -> int:
     """The least count that keeps every limit, or whose favourable end does; `most` where none does."""
-    return _doubled(_enough(case, at, sure=True), most) or _doubled(_enough(case, at, sure=False), most) or most
+    return least(_enough(case, at, sure=True), most) or least(_enough(case, at, sure=False), most) or most
 
 
 def _enough(case: Case, at: At, *, sure: bool) -> Callable[[int], bool]:
@@ -120,7 +122,7 @@ def _enough(case: Case, at: At, *, sure: bool) -> Callable[[int], bool]:
     return enough
 
 
-def _doubled(enough: Callable[[int], bool], most: int) -> int | None:
+def least(enough: Callable[[int], bool], most: int) -> int | None:
     """The least count up to `most` that is enough."""
     low, high = 0, 1
     while not enough(high):

@@ -11,6 +11,7 @@ from pipeline.planner.choose import Choice, Decision, moe_backend, rank_limits
 from pipeline.planner.memory import memory_of, tokens_per_block
 from pipeline.planner.search import Found
 from pipeline.planner.search.disagg import Split, splits
+from pipeline.planner.search.nodes import MOST_NODES, NodeCounts, least
 from pipeline.planner.setup import Setup
 
 __all__ = ["SplitChoice", "split_of", "split_report"]
@@ -52,7 +53,7 @@ def split_of(case: Case, found: Found | None) -> SplitChoice | None:
             f"{case.config.parallel.pp} has no prediction: choose engine.trtllm.serving=aggregated."
         )
     asked = (case.trtllm.context_instances, case.trtllm.generation_instances)
-    tried = splits(found.counts.scored.candidates, case.concurrency, asked)
+    tried = _on_fewest_nodes(case, found.counts, asked)
     if not tried:
         raise ConfigError(_no_room(case, found, asked))
     tried = [split for split in tried if _keeps(case, split, split.result.interval[0])]
@@ -61,6 +62,20 @@ def split_of(case: Case, found: Found | None) -> SplitChoice | None:
         raise ConfigError(f"No split of prefill and decode is predicted to meet {case.asked}: relax the limits, or leave it whole.")
     best = max(kept or tried, key=lambda split: split.tokens_per_gpu)
     return SplitChoice(best, _generation(case, best), bool(kept))
+
+
+def _on_fewest_nodes(case: Case, counts: NodeCounts, asked: tuple[int | None, int | None]) -> list[Split]:
+    """Splits on the fewest nodes on which one keeps every limit, where a total is asked for; else on all at hand."""
+
+    def on(nodes: int) -> list[Split]:
+        scored = counts.at(nodes)
+        return splits(scored.candidates, case.concurrency, asked) if scored else []
+
+    most = counts.at_hand or MOST_NODES
+    if not case.has_total or most == 1:
+        return on(counts.chosen)
+    fewest = least(lambda nodes: any(_keeps(case, split, split.result.tpot_ms) for split in on(nodes)), most)
+    return on(fewest or counts.at_hand or counts.chosen)
 
 
 def split_report(split: SplitChoice) -> dict[str, Any]:
@@ -117,9 +132,11 @@ def _generation(case: Case, split: Split) -> Choice:
     block = tokens_per_block(case.arch, case.hw.sm or 0)
     prompts = f"{context.max_num_tokens:,} tokens a step on each rank"
     bound = f"balanced with the prompts; bound by {split.result.bound}"
+    nodes = f"the fewest of those tried for {case.asked}" if case.has_total else "hw.num_nodes; no total is asked for"
     decisions = (
         Decision("serving", "disaggregated", "asked for: prompts never stop those who decode", "engine.trtllm.serving"),
         Decision("context", f"{split.counts[0]} x {context.layout}", f"the most prompts/s/GPU: {prompts}", MODEL),
+        Decision("nodes", split.nodes, nodes, MODEL),
         Decision("generation", f"{split.counts[1]} x {setup.layout}", bound, MODEL),
         Decision("mtp", setup.mtp, "the most tokens/s/GPU within the limits", MODEL),
         moe_backend(case, setup.layout),
