@@ -49,12 +49,12 @@ SPELLINGS = {
 """Setting of a plan -> argument of the file, for sentences."""
 
 
-def setup_of(config: Config, role: str = "both") -> Setup:
+def setup_of(config: Config, version: str, role: str = "both") -> Setup:
     """The machine, model, formats and workload of `config`; the layout is a placeholder that the arguments replace."""
     case = case_of(config, Arch.from_hf(config.model.hf))
     return Setup(
         arch=case.arch, hw=case.hw, formats=case.formats, layout=Layout(1, 1, False), stored_as="modelopt",
-        model=config.model.name, version=case.trtllm.version, kv_format=case.kv_format, isl=case.isl, osl=case.osl,
+        model=config.model.name, version=version, kv_format=case.kv_format, isl=case.isl, osl=case.osl,
         concurrency=case.concurrency, ttft_ms=config.slo.ttft_ms, role=role,
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ def findings(args: Args) -> Iterator[Finding]:
     """Every planner's rule that these arguments do not keep, on the target's machine; nothing without one."""
     if args.target.config is None:
         return
-    base = setup_of(args.target.config, args.role)
+    base = setup_of(args.target.config, args.target.version or args.line.line, args.role)
     try:
         setup = read_llm_args(args.values, base).setup
     except ConfigError as error:

@@ -6,7 +6,7 @@ By content, not by name. A folder that holds several of them (what `engine` and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -38,6 +38,10 @@ class Artefact:
     path: Path
     document: Document | None = None
     """Of a file that was read to recognise it."""
+    version: str | None = None
+    """Of TensorRT-LLM, where what lies beside it says what it was written for."""
+    triton: str | None = None
+    """Release of Triton, likewise."""
 
 
 def recognise(path: Path) -> list[Artefact]:
@@ -99,7 +103,20 @@ def _folder(path: Path) -> Iterator[Artefact]:
     if _is_repository(path):
         yield Artefact("repository", path)
         return
-    yield from _parts(path)
+    version, triton = _written_for(path)
+    yield from (replace(part, version=part.version or version, triton=part.triton or triton) for part in _parts(path))
+
+
+def _written_for(path: Path) -> tuple[str | None, str | None]:
+    """Versions of TensorRT-LLM and Triton in what `engine` and `package` write beside their results."""
+    for name, version, triton in (("engine.json", "line", ""), ("package.json", "triton.engine_version", "triton.release")):
+        try:
+            about = read_document(path / name)
+        except ConfigError:
+            continue
+        if "trtllm" in (about.get("kind"), about.get("engine")):
+            return about.get(version), about.get(triton) if triton else None
+    return None, None
 
 
 def _is_repository(path: Path) -> bool:
@@ -115,7 +132,7 @@ def _parts(path: Path) -> Iterator[Artefact]:
                 yield _file(entry)
             except ConfigError:
                 continue
-    for name in ("checkpoint", "repository"):
+    for name in ("out", "checkpoint", "repository"):
         if (path / name).is_dir():
             yield from _folder(path / name)
     for entry in _entries(path / "instances") if (path / "instances").is_dir() else ():

@@ -78,11 +78,16 @@ def lint(paths: Iterable[Path], target: Target) -> Report:
             continue
         linted += artefacts
         for artefact in artefacts:
-            found += _findings(artefact, target)
+            found += _findings(artefact, _meant(artefact, target))
     if refusals and not linted:
         raise ConfigError("\n".join(refusals))
     ordered = sorted(_unique(found), key=lambda finding: ORDER.index(finding.level))
     return Report(tuple(linted), tuple(ordered), target)
+
+
+def _meant(artefact: Artefact, target: Target) -> Target:
+    """What was asked for, else what the artefact was written for."""
+    return replace(target, version=target.version or artefact.version, triton=target.triton or artefact.triton)
 
 
 def _unique(findings: list[Finding]) -> list[Finding]:

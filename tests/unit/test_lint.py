@@ -197,11 +197,13 @@ def test_what_the_pipeline_writes_is_recognised(tmp_path: Path) -> None:
     """A bundle of `engine` with instances, and the output of `package`, by their parts."""
     repository = {f"package/repository/{name}": text for name, text in BASES["llmapi"].items()}
     bundle = {
-        "engine/engine.json": "{}", "engine/llm_args.yaml": ARGS, "engine/instances/context/llm_args.yaml": ARGS,
-        "engine/checkpoint/config.json": "{}", "package/package.json": "{}",
+        "engine/engine.json": '{"kind": "trtllm", "line": "1.1"}', "engine/llm_args.yaml": ARGS,
+        "engine/instances/context/llm_args.yaml": ARGS, "engine/checkpoint/config.json": "{}", "package/package.json": "{}",
     }  # fmt: skip
     write(tmp_path, repository | bundle)
-    kinds = [(item.kind, item.path.parent.name) for item in lint([tmp_path / "engine", tmp_path / "package"], Target()).linted]
+    linted = lint([tmp_path / "engine", tmp_path / "package"], Target()).linted
+    assert [item.version for item in linted] == ["1.1", "1.1", "1.1", None]
+    kinds = [(item.kind, item.path.parent.name) for item in linted]
     assert kinds == [("arguments", "engine"), ("checkpoint", "engine"), ("arguments", "context"), ("repository", "package")]
 
 

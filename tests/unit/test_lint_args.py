@@ -278,3 +278,36 @@ def test_rule(rule: str, tmp_path: Path) -> None:
     assert finding.reason and finding.fix and finding.source
     assert finding.place.file == tmp_path / "args.yaml"
     assert rule not in found(tmp_path, keeping, KEPT_OTHERWISE.get(rule, settings))
+
+
+LEGACY = {
+    "pytorch_backend_config: {use_cuda_graph: true}": "its keys at the top",
+    "use_cuda_graph: true": "cuda_graph_config",
+    "cuda_graph_padding_enabled: true": "cuda_graph_config.enable_padding",
+    "cuda_graph_batch_sizes: [1, 2]": "cuda_graph_config.batch_sizes",
+    "enable_overlap_scheduler: true": "disable_overlap_scheduler",
+    "kv_cache_dtype: fp8": "kv_cache_config.dtype",
+    "kv_cache_free_gpu_memory_fraction: 0.8": "kv_cache_config.free_gpu_memory_fraction",
+    "moe_backend: TRTLLM": "moe_config.backend",
+    "moe_max_num_tokens: 1024": "moe_config.max_num_tokens",
+    "moe_load_balancer: /e.yaml": "moe_config.load_balancer",
+    "tp_size: 8": "tensor_parallel_size",
+    "ep_size: 8": "moe_expert_parallel_size",
+    "pp_size: 2": "pipeline_parallel_size",
+    "enable_sleep: true": "sleep_config",
+    "torch_compile_config: {enable_piecewise_cuda_graph: true}": "prefill_cuda_graph_backend",
+    "speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 1}": "speculative_config.max_draft_len",
+    "disable_flashinfer_sampling: true": "sampl",
+}
+"""Names that guides still show -> the name, or the subject, that the finding must lead to on 1.4."""
+
+
+@pytest.mark.parametrize("text", LEGACY)
+def test_a_name_of_an_old_guide_leads_to_the_new_one(text: str, tmp_path: Path) -> None:
+    findings = found(tmp_path, f"{text}, stream_interval: 1", "version=1.4")
+    told = [
+        f"{item.reason} {item.fix}"
+        for rule, item in findings.items()
+        if rule in ("args/renamed", "args/removed", "args/without-effect")
+    ]
+    assert any(LEGACY[text] in said for said in told), told or findings

@@ -206,3 +206,40 @@ def test_one_model_of_a_repository_can_be_named(tmp_path: Path) -> None:
     assert {finding.rule for finding in lint([repository / "preprocessing"], target_of([])).findings} == {"triton/parse"}
     named = lint([repository / "tensorrt_llm_bls" / "config.pbtxt"], target_of([])).findings
     assert {finding.rule for finding in named} == {"bls/one-at-a-time"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("max_batch_size", "max_batchsize", "max_batchsize"),
+        ("TYPE_BOOL", "TYPE_BOOLS", "TYPE_BOOLS"),
+        ("decoupled: true", "decoupled: yes", "yes"),
+        ("model_transaction_policy {", "model_transaction_policy [", "["),
+        ("}", "", ""),
+        (CPU, f"{CPU}\ndynamic_batching {{ }}\ndynamic_batching {{ }}", "dynamic_batching"),
+        (CPU, f"{CPU}\ndynamic_batching {{ }}\nsequence_batching {{ }}", "sequence_batching"),
+        ("name:", "\ufeffname:", ""),
+        ("max_batch_size: 0", "max_batch_size: ${a} # ${b}", "${a}"),
+    ],
+)
+def test_what_the_server_cannot_parse(old: str, new: str, says: str, tmp_path: Path) -> None:
+    found = [item for item in lint([changed(tmp_path, "llmapi", {LLM: (old, new)})], target_of([])).findings if item.level == ERROR]
+    assert [item.rule for item in found] in (["triton/parse"], ["triton/placeholder"]) and says in found[0].reason
+    assert "${b}" not in str(found), "a comment is no placeholder"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("decoupled: true", "decoupled: True"),
+        ('"llm"', "'llm'"),
+        ("\n", "\r\n"),
+        ("name:", "# ${comment}\nname:"),
+        ("name:", "# caf\xe9\nname:"),
+    ],
+)
+def test_what_the_server_also_takes(old: str, new: str, tmp_path: Path) -> None:
+    repository = changed(tmp_path, "llmapi", {})
+    text = (repository / LLM).read_text().replace(old, new)
+    (repository / LLM).write_bytes(text.encode("latin-1"))
+    assert lint([repository], target_of([])).findings == ()

@@ -14,13 +14,20 @@ __all__ = ["RULES"]
 LLM_ARGS = "TensorRT-LLM tensorrt_llm/llmapi/llm_args.py"
 FIXES = {"unknown": "remove it", "type": "correct the value", "value": "correct the value", "removed": "remove it"}
 BROKEN = "1.3.0rc20"
+SUCCESSORS = {
+    "torch_compile_config.enable_piecewise_cuda_graph": "prefill_cuda_graph_backend: piecewise",
+    "torch_compile_config.capture_num_tokens": "prefill_capture_num_tokens",
+    "pytorch_backend_config": "its keys at the top (migrate does it)",
+}
+"""Path -> what to write instead, where that is more than another name."""
 
 
 def _refused(kind: str) -> Callable[[Args], Iterator[Fault]]:
     def check(args: Args) -> Iterator[Fault]:
         for problem in problems(args.document.values, args.line):
             if problem.kind == kind:
-                fix = f"write {problem.fix}" if kind == "renamed" else problem.fix or FIXES[kind]
+                new = SUCCESSORS.get(problem.path, problem.fix)
+            fix = f"write {new}" if kind == "renamed" else problem.fix or FIXES[kind]
                 yield Fault(args.document.at(problem.path), problem.message, fix)
 
     return check
@@ -28,8 +35,8 @@ def _refused(kind: str) -> Callable[[Args], Iterator[Fault]]:
 
 def _without_effect(args: Args) -> Iterator[Fault]:
     for problem in notes(args.document.values, args.line):
-        fix = f"write {problem.fix}" if problem.kind == "renamed" else problem.fix
-        yield Fault(args.document.at(problem.path), problem.message, fix)
+        new = SUCCESSORS.get(problem.path) or (problem.fix if problem.kind == "renamed" else "")
+        yield Fault(args.document.at(problem.path), problem.message, f"write {new}" if new else problem.fix)
 
 
 def _twice(args: Args) -> Iterator[Fault]:
