@@ -27,7 +27,7 @@ def _refused(kind: str) -> Callable[[Args], Iterator[Fault]]:
         for problem in problems(args.document.values, args.line):
             if problem.kind == kind:
                 new = SUCCESSORS.get(problem.path, problem.fix)
-            fix = f"write {new}" if kind == "renamed" else problem.fix or FIXES[kind]
+                fix = f"write {new}" if kind == "renamed" else problem.fix or FIXES[kind]
                 yield Fault(args.document.at(problem.path), problem.message, fix)
 
     return check
