@@ -25,6 +25,8 @@ __all__ = ["ADDED", "as_sentences", "choices", "groups", "missing_values", "pref
 
 TABLES = {"model.hf": HF_FIELDS, "verify.min_sqnr_db": tuple(MIN_SQNR_DB)}
 """Fields that are tables of the user's own keys, with the keys they may have."""
+OPEN = "engine.trtllm.args"
+"""The table whose keys are the engine's, and judged by `plan`."""
 ADDED = ("hw", "deployment")
 """Groups without a default, which are chosen as `+GROUP=NAME`: the hardware, or a whole deployment with its hardware."""
 _LOCATION = ("full_key:", "object_type=", "reference_type=", "See https:", "Set the environment variable HYDRA_FULL_ERROR")
@@ -113,6 +115,8 @@ def _all_keys(schema: type = Config, prefix: str = "") -> list[str]:
 def _no_key(name: str) -> str:
     """`There is no key quant.kv_dytpe; did you mean quant.kv_dtype?`, over whole keys first, then over their last part."""
     table, _, leaf = name.rpartition(".")
+    if f"{name}.".startswith(f"{OPEN}."):
+        return f"{name} is not set yet: add it as +{name if leaf != 'args' else f'{OPEN}.NAME'}=VALUE."
     keys = [f"{table}.{key}" for key in TABLES[table]] if table in TABLES else [*_all_keys(), *groups()]
     if table in TABLES and name in keys:
         return f"{name} is not set yet: add it as +{name}=VALUE."

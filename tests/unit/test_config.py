@@ -106,6 +106,8 @@ def test_hardware_sets_defaults_and_the_command_line_wins() -> None:
         (["+hw=cpu", "verify.min_sqnr_db.nvfp4=inf"], r"verify\.min_sqnr_db\.nvfp4=inf is not a finite number"),
         (["+hw=cpu", "+verify.min_sqnr_db.nvpf4=1"], r"nvpf4; did you mean verify\.min_sqnr_db\.nvfp4\?"),
         (["+hw=cpu", "+verify.min_sqnr_db.foo=1"], r"no key verify\.min_sqnr_db\.foo: known are .*nvfp4"),
+        (["+hw=b200", "engine.trtllm.args.revision=a"], r"add it as \+engine\.trtllm\.args\.revision=VALUE"),
+        (["+hw=b200", "engine.trtllm.args={revision: a}"], r"add it as \+engine\.trtllm\.args\.NAME=VALUE"),
         (["+hw=cpu", "model.hf.hidden_size=1"], r"model\.hf\.hidden_size is not set yet: add it as \+model\.hf\.hidden_size"),
         (["+hw=b200", "model=deepseek_r1", "model.hf.hiden_size=1"], r"did you mean model\.hf\.hidden_size\?"),
         (["+hw=cpu", "slo.ttft_ms=inf"], r"slo\.ttft_ms=inf is not a finite number.*null is no limit"),
