@@ -28,6 +28,8 @@ BLOCK = 64
 """Tokens of a cache block: FlashMLA takes 64 only, FlashInfer's MLA 32 or 64; vLLM itself makes it 128 for CUTLASS MLA."""
 LARGEST_BATCH = 1024
 """Sequences of one rank: vLLM's own default on GPUs of this size."""
+FP8_CACHE_ON_HOPPER = (0, 12)
+"""From here on FlashMLA's FP8 kernels for dense MLA are taken for granted."""
 OLDEST = (0, 10)
 """Release from which all arguments that are written exist."""
 
@@ -43,6 +45,11 @@ class VllmCase:
         """`engine.vllm`."""
         assert self.case.config.engine.vllm is not None
         return self.case.config.engine.vllm
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Of vLLM: (0, 27)."""
+        return tuple(int(part) for part in self.engine.version.split(".")[:2])
 
     @property
     def formats(self) -> list[str]:
@@ -101,7 +108,7 @@ class VllmCase:
         if case.hw.sm is None:
             return [f"engine=vllm needs GPUs, hw={case.hw.name} has none: use engine=torch."]
         found = [refusal(case.config.quant.layout, self.formats)]
-        if tuple(int(part) for part in self.engine.version.split(".")[:2]) < OLDEST:
+        if self.version < OLDEST:
             found.append(f"engine.vllm.version={self.engine.version} lacks arguments that are written: choose 0.10 or later.")
         if layout.world_size > case.hw.num_devices:
             found.append(
@@ -179,6 +186,11 @@ class VllmCase:
         notes = ["No speed is predicted for vLLM: the model is calibrated on TensorRT-LLM."]
         if "nvfp4" in self.formats and self.case.hw.flops_fp4 is None:
             notes.append(f"{self.case.hw.title} has no FP4 tensor cores: vLLM multiplies NVFP4 weights in BF16 (Marlin).")
+        if self.case.kv_format == "fp8" and self.case.hw.sm == 90 and self.version < FP8_CACHE_ON_HOPPER:
+            notes.append(
+                f"vLLM 0.8 refused an FP8 cache for MLA on Hopper (vllm issue 18888), and whether {self.engine.version} takes it "
+                "is not known here: set quant.kv_dtype=bf16 if it does not."
+            )
         wanted = math.ceil((self.case.concurrency or 0) / self.layout.cache_ranks)
         if wanted > self.sequences:
             notes.append(f"{self.case.concurrency:,} requests at once do not fit the cache: the rest waits, or is preempted.")

@@ -126,6 +126,15 @@ def test_every_layout_and_format_has_a_loader_or_a_way_out() -> None:
         stored_as(get_layout(name), FORMATS[fmt])  # raises where convert could not write it
 
 
+def test_an_fp8_cache_on_hopper_is_doubted_in_old_versions() -> None:
+    def doubts(*words: str) -> bool:
+        return any("vllm issue 18888" in text for text in plan(*words).report["warnings"])
+
+    assert doubts("+hw=h200", "engine.vllm.version='0.10.2'")
+    assert not doubts("+hw=h200") and not doubts("+hw=b200", "engine.vllm.version='0.10.2'")
+    assert not doubts("+hw=h200", "engine.vllm.version='0.10.2'", "quant.kv_dtype=bf16")
+
+
 def test_the_report_says_that_no_speed_is_predicted() -> None:
     report = plan("+hw=b200", "workload.concurrency=20000").report
     assert any("No speed is predicted for vLLM" in text for text in report["warnings"])
