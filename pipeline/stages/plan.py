@@ -33,6 +33,7 @@ STAGE = Stage(
     reads_checkpoint="config",
     code=(
         "pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py", "pipeline/engines/trtllm",
+        "pipeline/engines/vllm",
     ),
     run="pipeline.stages.plan:run",
     toolchain=toolchain,
