@@ -10,9 +10,11 @@ home="$(mktemp -d)"
 ssh-keygen -q -t ed25519 -N '' -f "$home/host_key"
 install -m 600 /ssh-key/public "$home/authorized_keys"
 mkdir -p /run/sshd
-# Ranks inherit the container's variables, which sshd does not pass on by itself.
-env | grep -E '^(PATH|LD_LIBRARY_PATH|KEEP_GPUS|NVIDIA_|CUDA_)' >"$home/environment" || true
+# sshd passes none of the container's variables on: ranks need those of the loader, of Open MPI (OPAL_PREFIX) and of the GPUs.
 mkdir -p "$HOME/.ssh"
-cp "$home/environment" "$HOME/.ssh/environment"
-exec /usr/sbin/sshd -D -e -p 2222 -h "$home/host_key" -o "AuthorizedKeysFile=$home/authorized_keys" \
+kept='PATH|LD_LIBRARY_PATH|PYTHONPATH|KEEP_GPUS|((CUDA|NVIDIA|NCCL|OPAL|OMPI|PMIX|UCX|UCC|HPCX|TRTLLM|TLLM)_\w+)'
+env | grep -E "^($kept)=" >"$HOME/.ssh/environment" || true
+
+# No configuration of the image's own; keys are this group's.
+exec /usr/sbin/sshd -D -e -f /dev/null -p 2222 -h "$home/host_key" -o "AuthorizedKeysFile=$home/authorized_keys" \
   -o PidFile=none -o PermitRootLogin=yes -o PasswordAuthentication=no -o PermitUserEnvironment=yes -o StrictModes=no
