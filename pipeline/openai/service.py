@@ -105,17 +105,19 @@ class Service:
         Raises:
             ApiError: 400 for a prompt that cannot fit, which is not tokenized where its bytes alone show that.
         """
-        limit = self.settings.max_model_len or model.max_model_len
-        least = len(prompt.encode()) // self._counter.longest
+        limit, wanted = self.settings.max_model_len or model.max_model_len, call.max_tokens
         if limit is None:
-            return call.max_tokens or DEFAULT_TOKENS
-        if call.max_tokens is not None and least < limit:
-            return call.max_tokens
-        length = least if least >= limit else await self.count_prompt(prompt)
-        if length >= limit:
-            message = f"The prompt has {length} tokens or more, but prompt and output together may have {limit}: shorten it."
-            raise ApiError(400, message, code="context_length_exceeded")
-        return limit - length
+            return wanted or DEFAULT_TOKENS
+        length = len(prompt.encode()) // self._counter.longest  # at least
+        if length < limit:
+            if wanted is not None and model.dialect.checks_length:
+                return wanted
+            length = await self.count_prompt(prompt)
+        if length + (wanted or 1) > limit:
+            asked = f" and max_tokens={wanted}" if wanted else ""
+            message = f"The prompt has at least {length} tokens{asked}, but together they may have {limit}"
+            raise ApiError(400, f"{message}: shorten it, or ask for less.", code="context_length_exceeded")
+        return wanted or limit - length
 
     async def start(
         self, call: Request, prompt: str, number: int, request_id: str, inside: bool | None

@@ -109,6 +109,11 @@ class Dialect:
         """True if streams of such a model may repeat the text so far: upstream's LLM-API model does, ours does not."""
         return "streaming" in self.names.values()
 
+    @property
+    def checks_length(self) -> bool:
+        """True if the model refuses what does not fit; vLLM takes any max_tokens, and cuts the answer in silence."""
+        return not self.packed
+
     def has(self, option: str) -> bool:
         """True if the model has a place for `option`."""
         return option in self.names or option in self.packed

@@ -12,8 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ except MissingToolError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 MAX_QUEUE, ROOM = 3, 512
-MODELS = {"torch": "fake_r1", "llmapi": "fake_llm", "bls": "adapter"}
+MODELS = {"torch": "fake_r1", "llmapi": "fake_llm", "bls": "adapter", "vllm": "fake_vllm"}
 BOS = "<｜begin▁of▁sentence｜>"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ '\\n' }}"
 KEY = "s3cret"
@@ -57,14 +56,15 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def write_repository(folder: Path) -> Path:
-    """All layouts in one repository: three doubles, the adapter of bls being in front of a fourth model."""
+    """All layouts in one repository: doubles of the engines, the adapter of bls being in front of a model of its own."""
     engine = serving.write_fake_engine(folder / "engine", step_seconds=0.004, max_seq_len=ROOM, num_pages=4 * ROOM // 8 + 1)
     repository = serving.package_engine(engine, folder / "package", config(), serving.FAKE_RUNTIME)
-    half = {"free_gpu_memory_fraction": 0.45}  # two engines are said to be on one GPU
-    bundle = serving.write_fake_bundle(folder / "bundle", max_seq_len=ROOM, kv_cache_config=half)
-    for layout in ("llmapi", "bls"):
+    third = {"free_gpu_memory_fraction": 0.3}  # all are said to be on one GPU
+    bundle = serving.write_fake_bundle(folder / "bundle", max_seq_len=ROOM, kv_cache_config=third)
+    vllm = serving.write_fake_vllm_bundle(folder / "vllm", max_model_len=ROOM, max_num_seqs=4, gpu_memory_utilization=0.3)
+    for layout, inputs in (("llmapi", bundle), ("bls", bundle), ("vllm", vllm)):
         ctx = StageContext(
-            config=config(model_name=MODELS[layout]), inputs={"engine": bundle}, checkpoint=None, out=folder / "package",
+            config=config(model_name=MODELS[layout]), inputs={"engine": inputs}, checkpoint=None, out=folder / "package",
             progress=serving.Quiet(),
         )  # fmt: skip
         import_module(f"pipeline.triton.layouts.{layout}").layout(ctx, releases.releases()[0])
@@ -92,13 +92,15 @@ class Gateway:
 
     def busy(self) -> float:
         """Requests that hold a slot of an engine."""
-        return self.running.endpoint.metrics()["llm_requests_running"]
+        metrics = self.running.endpoint.metrics()
+        return metrics["llm_requests_running"] + metrics["vllm:num_requests_running"]
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server.Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAKE_STEP", "0.004")
+        patch.setattr(server, "_command", serving.with_vllm_backend(server._command))
         with server.start(config().serve, write_repository(tmp_path_factory.mktemp("openai"))) as started:
             yield started
             assert started.process.poll() is None, started.log.read_text()[-3000:]
@@ -138,13 +140,6 @@ def texts(stream: Any) -> tuple[list[str], list[str], Any]:
     deltas = [chunk.choices[0].delta for chunk in chunks]
     thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
     return [t for t in thoughts if t], [delta.content for delta in deltas if delta.content], chunks[-1]
-
-
-def wait(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come true in time"
-        time.sleep(0.02)
 
 
 # --- answers --------------------------------------------------------------------------------------------------
@@ -231,7 +226,7 @@ def test_models_health_and_metrics(gateway: Gateway) -> None:
 
 def test_errors_are_those_of_openai_s_client(gateway: Gateway) -> None:
     for options, kind, code, says in (
-        ({"max_tokens": 5000}, openai.BadRequestError, "context_length_exceeded", "max_seq_len"),
+        ({"max_tokens": 5000}, openai.BadRequestError, "context_length_exceeded", "max_seq_len|max_tokens=5000"),
         ({"temperature": -1}, openai.BadRequestError, "invalid_value", "temperature=-1"),
         ({"logprobs": True}, openai.BadRequestError, "unsupported_parameter", "logprobs"),
         ({"extra_body": {"max_token": 5}}, openai.BadRequestError, "unknown_parameter", "max_token"),
@@ -247,7 +242,7 @@ def test_errors_are_those_of_openai_s_client(gateway: Gateway) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_refused(gateway: Gateway) -> None:
-    with pytest.raises(openai.BadRequestError, match=f"together may have {ROOM}"):
+    with pytest.raises(openai.BadRequestError, match=f"together they may have {ROOM}"):
         gateway.chat("x" * 2 * ROOM)
     for length in (2 * ROOM, 10**6):
         with pytest.raises(openai.BadRequestError) as caught:
@@ -256,6 +251,9 @@ def test_a_prompt_that_is_too_long_is_refused(gateway: Gateway) -> None:
 
 
 def test_a_full_queue_is_429(gateway: Gateway) -> None:
+    if gateway.layout == "vllm":
+        pytest.skip("vLLM lets any number of requests wait")
+
     def one(_: int) -> str:
         try:
             return gateway.chat("abc", max_tokens=90).choices[0].message.content
@@ -282,21 +280,21 @@ def test_streams_side_by_side_keep_apart(gateway: Gateway) -> None:
 
 
 def test_a_stream_that_is_left_frees_its_slot(gateway: Gateway) -> None:
-    wait(lambda: gateway.busy() == 0)
+    serving.wait(lambda: gateway.busy() == 0)
     stream = gateway.chat("abc", max_tokens=400, stream=True)
     next(stream)
-    wait(lambda: gateway.busy() == 1)
+    serving.wait(lambda: gateway.busy() == 1)
     stream.close()
-    wait(lambda: gateway.busy() == 0, 1.0)
+    serving.wait(lambda: gateway.busy() == 0, 1.0)
 
 
 def test_a_client_that_waits_for_a_whole_answer_and_vanishes_frees_its_slot(gateway: Gateway) -> None:
-    wait(lambda: gateway.busy() == 0)
+    serving.wait(lambda: gateway.busy() == 0)
     with suppress(openai.APITimeoutError):
         gateway.client.with_options(timeout=0.3).chat.completions.create(
             model=gateway.model, messages=[{"role": "user", "content": "abc"}], max_tokens=400
         )
-    wait(lambda: gateway.busy() == 0, 1.0)
+    serving.wait(lambda: gateway.busy() == 0, 1.0)
 
 
 # --- the process ----------------------------------------------------------------------------------------------
@@ -325,7 +323,7 @@ def test_a_gateway_outlives_its_server(tmp_path: Path) -> None:
         repository = serving.package_engine(engine, tmp_path / "package", serve, serving.FAKE_RUNTIME)
         for _ in range(2):
             with server.start(serve.serve, repository) as started:
-                wait(lambda: not fails(client, ask | {"max_tokens": 3}))
+                serving.wait(lambda: not fails(client, ask | {"max_tokens": 3}))
                 assert healthy(client)
                 chunks = iter(client.chat.completions.create(**ask, stream=True))
                 next(chunks)
@@ -349,7 +347,7 @@ def test_a_model_whose_process_died_is_not_healthy(tmp_path: Path) -> None:
             ask = {"model": "fake_r1", "max_tokens": 2}
             with ThreadPoolExecutor(1) as pool:
                 killer = pool.submit(lambda: client.completions.create(**ask, prompt="\x02"))
-                wait(lambda: not answers(client, ask), 15)
+                serving.wait(lambda: not answers(client, ask), 15)
                 with pytest.raises(openai.InternalServerError, match="process died"):
                     killer.result()
             assert started.endpoint.ready() and not healthy(client)

@@ -195,7 +195,7 @@ def test_other_refusals_have_openai_s_shape() -> None:
             ("/v1/chat/completions", b" " * (app_module.MAX_BODY + 1), {}, 413, "at most 16,777,216 bytes"),
             ("/v1/chat/completions", gzip.compress(b"{}"), {"headers": {"Content-Encoding": "gzip"}}, 415, "compressed"),
             ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "x " * 200}]}, {}, 400, "may have 100"),
-            ("/v1/completions", TEXT | {"prompt": "x" * 10**6, "max_tokens": 5}, {}, 400, "tokens or more"),
+            ("/v1/completions", TEXT | {"prompt": "x" * 10**6, "max_tokens": 5}, {}, 400, "at least"),
         ):
             got, answer = await post(session, body, path, **more)
             assert got == status and says in answer["error"]["message"], answer
