@@ -31,7 +31,6 @@ def rows() -> list[Row]:
     from pipeline.lint import args, checkpoint, planned, repository
     from pipeline.lint.args import disaggregated
     from pipeline.planner import rules as planner
-    from pipeline.verify import invariants
 
     tables: dict[str, Any] = {
         "LLM arguments": args.RULES,
@@ -42,7 +41,7 @@ def rows() -> list[Row]:
     found = [Row(area, rule.id, rule.level, rule.fix, rule.source) for area, table in tables.items() for rule in table]
     found += [
         Row("checkpoint", f"checkpoint/{rule.id}", rule.level, rule.fix, "pipeline/verify/invariants")
-        for rule in invariants.RULES.values()
+        for rule in checkpoint.INVARIANTS
     ]
     return found + [
         Row("plan (hw=, model=)", f"plan/{rule.id}", planned.level_of(rule.id, rule.level), "as its sentence says", rule.source)

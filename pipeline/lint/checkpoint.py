@@ -15,9 +15,10 @@ from pipeline.core.jsonio import read_json
 from pipeline.inspect.contents import Contents, table_of, whole
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Finding, Place, Rule, apply
 from pipeline.lint.target import Target
+from pipeline.verify import invariants
 from pipeline.verify.invariants import Subject, check
 
-__all__ = ["RULES", "findings", "is_tensorrt_engine", "tensorrt_findings"]
+__all__ = ["INVARIANTS", "RULES", "findings", "is_tensorrt_engine", "tensorrt_findings"]
 
 READER = "TensorRT-LLM tensorrt_llm/_torch/model_config.py"
 KERNEL = "TensorRT-LLM cpp/tensorrt_llm/kernels/noAuxTcKernels.cu"
@@ -30,6 +31,12 @@ GROUPS = {"NVFP4": 16, "NVFP4_AWQ": 16, "W4A16_NVFP4": 16, "W4A8_NVFP4_FP8": 32,
 """Algorithm -> the group size that its kernels take."""
 CACHES = ("FP8", "NVFP4", "INT8")
 DEEPSEEK = "DeepseekV3ForCausalLM"
+BY_VALUE = ("nan-block-scale", "negative-block-scale", "zero-block-scale", "saturated-block-scale")
+"""Invariants that only the values of block scales show."""
+INVARIANTS = tuple(
+    rule for family, rules in invariants.FAMILIES.items() if family != "source" for rule in rules if rule.id not in BY_VALUE
+)
+"""Those of `verify` that headers, configs and tensor-wide scales show."""
 
 
 def findings(folder: Path, target: Target) -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import random
@@ -12,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,49 +18,25 @@ import pytest
 import yaml
 
 from pipeline.cli import main
-from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
-from pipeline.engines.trtllm.versions import version_line
 from pipeline.lint import catalogue, checkpoint, planned
 from pipeline.lint.args import args_of
 from pipeline.lint.args import findings as args_findings
-from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Finding, Place, Rule, apply
-from pipeline.lint.document import MOST_BYTES, Document, read_document
+from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Place, Rule, apply
+from pipeline.lint.document import MOST_BYTES, read_document
 from pipeline.lint.report import Report, lint
 from pipeline.lint.sarif import sarif
 from pipeline.lint.target import Target, target_of
 from pipeline.planner import rules as planner
+from tests._utils.known_good import MEASURED, RECIPES, TRUE_ALARMS, alarms_of_measured, alarms_of_recipe, target
 from tests._utils.repositories import BASES, write
 
 DATA = Path(__file__).parents[1] / "data"
-RECIPES = sorted((DATA / "recipes").glob("*.yaml"))
-KNOWN = json.loads((DATA / "known_good.json").read_text(encoding="utf-8"))
 ARGS = "tensor_parallel_size: 8\nmoe_expert_parallel_size: 8\nmax_batch_size: 64\n"
 
 
 def rules_of(report: Report) -> set[str]:
     return {finding.rule for finding in report.findings}
-
-
-def serious(findings: Iterator[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.level != NOTE]
-
-
-@cache
-def _composed(hw: str, model: str, quant: str) -> Config:
-    config = target_of([f"hw={hw}", f"model={model}", f"quant={quant}"]).config
-    assert config is not None
-    return config
-
-
-def target(hw: str, model: str, quant: str, version: str | None = None, **workload: Any) -> Target:
-    """As `target_of`, composed once for each machine, model and recipe."""
-    config = copy.deepcopy(_composed(hw, model, quant))
-    for name, value in workload.items():
-        setattr(config.workload, name, value)
-    assert config.engine.trtllm is not None
-    config.engine.trtllm.version = version or config.engine.trtllm.version
-    return Target(version, None, config)
 
 
 # --- what is known to run -----------------------------------------------------------------------------------------
@@ -71,36 +45,14 @@ def target(hw: str, model: str, quant: str, version: str | None = None, **worklo
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 @pytest.mark.parametrize("placed", [False, True], ids=["by itself", "on its machine"])
 def test_a_published_recipe_has_no_false_alarm(file: Path, placed: bool) -> None:
-    hw, quant = "h200" if "__H200__" in file.stem else "b200", "fp8_block" if "0528__" in file.stem else "nvfp4"
-    lengths = re.search(r"(\d)k(\d)k_tp\d_conc(\d+)", file.stem)
-    load = {name: int(text) * 1000 for name, text in zip(("isl", "osl"), lengths.groups(), strict=False)} if lengths else {}
-    load |= {"concurrency": int(lengths[3])} if lengths else {}
-    model = "kimi_k2" if "kimi" in file.stem else "deepseek_r1"
-    found = serious(iter(lint([file], target(hw, model, quant, **load) if placed else Target()).findings))
-    true = {"curated__deepseek-r1-throughput": "kv_cache_config.free_gpu_memory_fraction"}.get(file.stem)
-    assert [finding.rule for finding in found] == (["args/renamed"] if true else [])
-    assert not true or true in found[0].fix, "the one recipe that its own engine refuses"
+    found = alarms_of_recipe(file, placed)
+    assert [finding.rule for finding in found] == ([TRUE_ALARMS[file.stem]] if file.stem in TRUE_ALARMS else [])
+    assert not found or "kv_cache_config.free_gpu_memory_fraction" in found[0].fix
 
 
-@pytest.mark.parametrize("row", KNOWN["measured"], ids=lambda row: "-".join(map(str, row)))
-def test_a_measured_configuration_has_no_false_alarm(row: list[Any]) -> None:
-    asked = dict(zip(KNOWN["columns"], row, strict=True))
-    fp4, adp, line = asked["precision"] == "fp4", asked["attention_dp"], version_line(asked["version"])
-    hopper = asked["hw"] in ("h100", "h200")
-    backend = "CUTLASS" if hopper or (fp4 and adp) else "DEEPGEMM" if adp and asked["ep"] > 1 else "TRTLLM"
-    drafts = {"speculative_config": {"decoding_type": "MTP", line.mtp_key: 1 if adp else 3}} if asked["mtp"] else {}
-    side = {"cache_transceiver_config": {"backend": "DEFAULT"}} if asked["role"] != "both" else {}
-    values = {
-        "tensor_parallel_size": asked["tp"], "moe_expert_parallel_size": asked["ep"], "enable_attention_dp": adp,
-        "moe_config": {"backend": backend}, "kv_cache_config": {"dtype": "fp8", "free_gpu_memory_fraction": 0.8},
-        "max_num_tokens": asked["isl"] + 512, **drafts, **side,
-    }  # fmt: skip
-    load = {name: asked[name] for name in ("isl", "osl", "concurrency")}
-    meant = target(asked["hw"], "deepseek_r1", "nvfp4" if fp4 else "fp8_block", asked["version"], **load)
-    assert meant.config is not None
-    meant.config.hw.num_nodes = max(1, asked["tp"] // meant.config.hw.num_devices)
-    args = args_of(Document(Path("measured.yaml"), values), meant, asked["role"])
-    assert serious(iter([*args_findings(args), *planned.findings(args)])) == []
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(map(str, row)))
+def test_a_measured_layout_has_no_false_alarm(row: list[Any]) -> None:
+    assert alarms_of_measured(row) == []
 
 
 def test_the_planner_judges_where_machine_and_model_are_given(tmp_path: Path) -> None:
@@ -124,7 +76,7 @@ def test_without_a_version_the_line_that_fits_is_meant(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(f"{ARGS}moe_config: {{backend: WIDEEP}}\nenable_attention_dp: true\n")
     args = args_of(read_document(file), Target())
-    assert args.line.line == "1.2" and not serious(args_findings(args))
+    assert args.line.line == "1.2" and all(finding.level == NOTE for finding in args_findings(args))
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------

@@ -19,6 +19,9 @@ from pipeline.config.schema import VerifyConfig
 from pipeline.formats import FORMATS
 from pipeline.formats.numerics import E4M3
 from pipeline.inspect.contents import Contents
+from pipeline.lint.checkpoint import INVARIANTS
+from pipeline.lint.report import lint
+from pipeline.lint.target import Target
 from pipeline.verify.foreign import Verdict, verify_folder
 from pipeline.verify.invariants import ERROR, RULES, Subject, check
 from scripts.make_foreign_checkpoints import CONFIG
@@ -69,6 +72,8 @@ def test_a_breach_is_told_with_its_tensor(bases: dict[str, Path], tmp_path: Path
         damage(folder)
     verdict = examine(folder, bases["blocks"] if base != "blocks" else None)
     finding = told(verdict)[rule]
+    by_headers = {found.rule.removeprefix("checkpoint/") for found in lint([folder], Target()).findings}
+    assert (rule in by_headers) == (finding.rule in INVARIANTS), "lint tells what headers show"
     assert any(fault.tensor.startswith(tensor) and words in fault.fact for fault in finding.faults), finding
     assert verdict.exit_code == (4 if finding.rule.level == ERROR else verdict.exit_code)
     lines = verdict.lines()
