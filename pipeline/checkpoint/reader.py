@@ -84,7 +84,7 @@ def read_tensor(info: TensorInfo) -> Array:
     if info.num_bytes == 0:
         return np.empty(info.shape, DTYPES[info.dtype])
     try:
-        raw = np.memmap(info.file, np.uint8, "r", info.start, (info.num_bytes,))
+        raw = np.memmap(str(info.file), np.uint8, "r", info.start, (info.num_bytes,))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{info.file} cannot be read at {info.name}: {error}. Copy the file again.") from error
     return np.asarray(raw).view(DTYPES[info.dtype]).reshape(info.shape)

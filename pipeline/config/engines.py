@@ -10,12 +10,15 @@ from omegaconf import MISSING
 from pipeline.core.errors import ConfigError
 from pipeline.core.limits import MOST_TOKENS, limited
 
-__all__ = ["DEVICES", "EngineConfig", "TorchEngineConfig", "TrtllmEngineConfig", "VllmEngineConfig"]
+__all__ = ["DEVICES", "EngineConfig", "TensorrtEngineConfig", "TorchEngineConfig", "TrtllmEngineConfig", "VllmEngineConfig"]
 
-ENGINES = ("torch", "trtllm", "vllm")
+ENGINES = ("torch", "trtllm", "tensorrt", "vllm")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
 COMPILERS = ("auto", "aoti", "export")
+TENSORRT_LIBRARIES = ("auto", "tensorrt", "tensorrt_rtx")
+TENSORRT_WEIGHTS = ("embedded", "inputs", "refit")
+TENSORRT_MOE = ("auto", "dense", "dispatch", "layer")
 TRTLLM_BACKENDS = ("pytorch", "tensorrt")
 SERVING = ("aggregated", "disaggregated")
 TRANSFERS = ("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI")
@@ -90,6 +93,43 @@ class TrtllmEngineConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class TensorrtEngineConfig:
+    """Native TensorRT: engines of one rank each, for prefill and for decode."""
+
+    library: str = limited("auto", one_of=TENSORRT_LIBRARIES)
+    """tensorrt builds on the GPU that it is for; tensorrt_rtx for a list of targets, without one; auto: by the targets, rather the
+    latter."""
+    targets: list[int] = field(default_factory=list)
+    """Compute capabilities x10 to build for, more than one with tensorrt_rtx; empty: hw.sm."""
+    dtype: str = limited("bfloat16", one_of=DTYPES)
+    """Type of activations and KV cache; float32 shows the algebra without rounding."""
+    weights: str = limited("embedded", one_of=TENSORRT_WEIGHTS)
+    """embedded: in the engines; inputs: in a file beside them, so that another checkpoint of this shape needs no new engine;
+    refit: in engines that can be refitted (tensorrt only)."""
+    expanded_from: int = limited(2, least=2, most=MOST_TOKENS)
+    """Chunks of at least this many tokens a row use the non-absorbed form of MLA; shorter ones and decode the absorbed one."""
+    max_batch_size: int = limited(8, least=1, most=2**16)
+    """Sequences in flight on one rank."""
+    max_seq_len: int = limited(1024, least=2, most=MOST_TOKENS)
+    """Prompt plus output tokens of one sequence: rows of the KV cache."""
+    prefill_chunk: int = limited(512, least=2, most=MOST_TOKENS)
+    """Prompt tokens of a row in one step."""
+    prefill_batch: int = limited(1, least=1, most=2**16)
+    """Rows of one prefill step."""
+    moe: str = limited("auto", one_of=TENSORRT_MOE)
+    """How experts are computed: layer (TensorRT's, SM100/103/110 with tensorrt), dense, dispatch; auto: layer where it builds."""
+    moe_capacity: int = limited(0, least=0, most=MOST_TOKENS)
+    """moe=dispatch: most tokens an expert takes in a step; more are left out and counted. 0: all."""
+    layers_per_engine: int = limited(0, least=0, most=1024)
+    """Layers of one engine: a build holds about twice its weights in memory. 0: all layers in one."""
+    mtp: bool = True
+    """Whether to build the multi-token-prediction layer, where the checkpoint has one."""
+    check_tokens: int = limited(48, least=0, most=4096)
+    """Tokens on which the networks are interpreted and compared with the reference before they are built; 0: none. Models of
+    more than 2e8 parameters are not compared."""
+
+
+@dataclass(slots=True, kw_only=True)
 class VllmEngineConfig:
     """vLLM: a bundle of checkpoint, engine arguments and environment."""
 
@@ -112,6 +152,7 @@ class EngineConfig:
     kind: str = limited(MISSING, one_of=ENGINES)
     torch: TorchEngineConfig | None = None
     trtllm: TrtllmEngineConfig | None = None
+    tensorrt: TensorrtEngineConfig | None = None
     vllm: VllmEngineConfig | None = None
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from pipeline.config.engines import DEVICES, EngineConfig, TorchEngineConfig, TrtllmEngineConfig
+from pipeline.config.engines import DEVICES, EngineConfig, TensorrtEngineConfig, TorchEngineConfig, TrtllmEngineConfig
 from pipeline.config.serving import ServeConfig
 from pipeline.core.limits import MOST_TOKENS, limited
 from pipeline.models.arch import HF_FIELDS
@@ -28,6 +28,7 @@ __all__ = [
     "ServeConfig",
     "SloConfig",
     "StoreConfig",
+    "TensorrtEngineConfig",
     "TorchEngineConfig",
     "TrtllmEngineConfig",
     "VerifyConfig",

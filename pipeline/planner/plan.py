@@ -27,6 +27,7 @@ from pipeline.planner.search import Found, search, searchable
 from pipeline.planner.search.choice import choice_of, speed_report
 from pipeline.planner.search.split import SplitChoice, split_of, split_report
 from pipeline.planner.setup import Setup
+from pipeline.planner.tensorrt_limits import tensorrt_deploy, tensorrt_report, tensorrt_rules
 from pipeline.planner.torch_limits import torch_decisions, torch_deploy, torch_memory, torch_rules, torch_warnings
 from pipeline.planner.vllm_limits import RESERVE, VllmCase
 
@@ -86,6 +87,11 @@ def _plan_torch(case: Case) -> _Planned:
     return _Planned(torch_deploy(case), report)
 
 
+def _plan_tensorrt(case: Case) -> _Planned:
+    _refuse(tensorrt_rules(case))
+    return _Planned(tensorrt_deploy(case), tensorrt_report(case))
+
+
 def _plan_trtllm(case: Case) -> _Planned:
     choice, found = _chosen(case)
     split = split_of(case, found)
@@ -141,7 +147,7 @@ def _chosen(case: Case) -> tuple[Choice, Found | None]:
     return (choice_of(case, found) if found else choose(case)), found
 
 
-_PLANNERS = {"torch": _plan_torch, "trtllm": _plan_trtllm, "vllm": _plan_vllm}
+_PLANNERS = {"torch": _plan_torch, "tensorrt": _plan_tensorrt, "trtllm": _plan_trtllm, "vllm": _plan_vllm}
 """Engine -> its planner. A new engine is a new entry."""
 
 

@@ -34,6 +34,7 @@ STAGE = Stage(
     code=(
         "pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py", "pipeline/engines/trtllm",
         "pipeline/engines/vllm",
+        *(f"pipeline/engines/tensorrt/{name}.py" for name in ("library", "networks", "network/spec", "targets")),
     ),
     run="pipeline.stages.plan:run",
     toolchain=toolchain,

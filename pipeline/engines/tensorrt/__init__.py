@@ -1,0 +1,50 @@
+"""Native TensorRT engines: one network definition for `tensorrt` and `tensorrt_rtx`, an engine for each rank and form.
+
+`network/` says what is computed, `interpreter/` computes it in numpy, `build.py` has it compared and built, `runtime.py` runs it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.core.errors import MissingToolError
+from pipeline.core.gpu import compute_capabilities
+from pipeline.engines.tensorrt.library import INSTALL, installed_version
+from pipeline.engines.tensorrt.process import fixed_addresses
+from pipeline.engines.tensorrt.targets import resolve
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
+    from pipeline.core.stage import Determinism
+
+__all__ = ["determinism", "requires", "toolchain"]
+
+
+def toolchain(config: Config) -> dict[str, str]:
+    """The library, its version and the targets."""
+    library, targets = resolve(config)
+    return {library: installed_version(library) or "not installed", "targets": " ".join(f"SM{sm}" for sm in targets)}
+
+
+def requires(config: Config) -> None:
+    """The library that builds for the targets, and for `tensorrt` the GPU itself.
+
+    Raises:
+        MissingToolError: with what is missing.
+    """
+    library, targets = resolve(config)
+    names = ", ".join(f"SM{sm}" for sm in targets)
+    if installed_version(library) is None:
+        raise MissingToolError(f"An engine for {names} is built by {library}, which is not installed here: {INSTALL[library]}.")
+    found = [10 * major + minor for major, minor in compute_capabilities()]
+    if library == "tensorrt" and targets[0] not in found:
+        here = ", ".join(f"SM{sm}" for sm in found) or "no GPU"
+        raise MissingToolError(
+            f"tensorrt builds on the GPU that the engine is for: {names} is wanted and {here} is here. Run this build on such a "
+            "machine; plan, convert and verify run anywhere."
+        )
+
+
+def determinism(config: Config) -> Determinism:
+    """tensorrt_rtx times no kernels, so where addresses can be fixed it writes the same bytes. tensorrt times them on its GPU."""
+    return "bitwise" if resolve(config)[0] == "tensorrt_rtx" and fixed_addresses(probe=True) else "numeric"

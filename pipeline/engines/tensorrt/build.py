@@ -1,0 +1,169 @@
+"""Builds the engines of `engine=tensorrt`: compares the networks with the reference, builds each in a process of its own.
+
+Files: `engines/NAME.engine`, one a rank, form and segment; `weights/rankN.safetensors` where weights are inputs; `engine.json`
+with all that a runtime has to bind; the tokenizer's and generation's files of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.checkpoint import Checkpoint
+from pipeline.core.errors import ConfigError, StageError
+from pipeline.core.jsonio import read_json, write_json
+from pipeline.core.stage import StageContext
+from pipeline.engines.tensorrt.library import installed_version
+from pipeline.engines.tensorrt.network.linear import BUILT_AS
+from pipeline.engines.tensorrt.network.spec import Spec
+from pipeline.engines.tensorrt.networks import name_of, networks
+from pipeline.engines.tensorrt.plan_file import check_header
+from pipeline.engines.tensorrt.process import run_task, short_name
+from pipeline.engines.tensorrt.targets import resolve, unsupported
+from pipeline.engines.tensorrt.worker import ENGINE, WEIGHTS
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import TensorrtEngineConfig
+
+__all__ = ["build"]
+
+COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+MOST_COMPARED = 2e8
+"""Parameters of the largest model that is compared: the interpreter and the reference keep it in float32."""
+
+
+def build(ctx: StageContext) -> None:
+    """Fill `ctx.out` from convert's checkpoint and `engine.tensorrt`."""
+    source = ctx.inputs["convert"]
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=ctx.out.absolute()) as folder, short_name(Path(folder)) as scratch:
+        (scratch / "checkpoint").symlink_to(source.absolute())
+        work = _Work.of(ctx, scratch)
+        compared = work.compare()
+        engines = work.engines(compared["fingerprints"])
+        weights = work.weights() if work.settings.weights == "inputs" else {}
+    write_json(ctx.out / "engine.json", _describe(work, engines, weights, compared))
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, ctx.out / name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """One build."""
+
+    ctx: StageContext
+    checkpoint: Checkpoint
+    library: str
+    targets: tuple[int, ...]
+    specs: dict[str, Spec]
+    """By the names of their engines."""
+    scratch: Path
+
+    @classmethod
+    def of(cls, ctx: StageContext, scratch: Path) -> _Work:
+        """Refuse what the checkpoint's formats rule out, before anything is built."""
+        checkpoint = Checkpoint.open(ctx.inputs["convert"])
+        library, targets = resolve(ctx.config)
+        specs = {name_of(spec): spec for spec in networks(ctx.config, checkpoint.arch)}
+        formats = {entry.format.name for entry in checkpoint.entries.values()}
+        if problems := unsupported(targets, formats, next(iter(specs.values())).dtype):
+            raise ConfigError("\n".join(problems))
+        return cls(ctx=ctx, checkpoint=checkpoint, library=library, targets=targets, specs=specs, scratch=scratch)
+
+    @property
+    def settings(self) -> TensorrtEngineConfig:
+        assert self.ctx.config.engine.tensorrt is not None
+        return self.ctx.config.engine.tensorrt
+
+    def run(self, module: str, name: str, **task: Any) -> dict[str, Any]:
+        """A task of `worker.py` or `agreement.py`."""
+        request = {
+            "name": name, "checkpoint": "checkpoint", "library": self.library, "targets": list(self.targets),
+            "weights": self.settings.weights, **task,
+        }  # fmt: skip
+        return run_task(module, request, self.scratch, self.ctx.progress)
+
+    def compare(self) -> dict[str, Any]:
+        """The agreement table; empty, with the reason, where there is none."""
+        if why := self._not_compared():
+            self.ctx.progress.note(f"networks not compared with the reference: {why}")
+            return {"agreement": [], "fingerprints": {}, "not_compared": why}
+        self.ctx.progress.note(f"interpreting {len(self.specs)} networks")
+        count = min(self.settings.check_tokens, self.settings.max_seq_len, 2 * self.settings.prefill_chunk)
+        found = self.run("agreement", "agreement", specs={name: spec.plain() for name, spec in self.specs.items()}, tokens=count)
+        for row in found["agreement"]:
+            self.ctx.progress.note(
+                f"{row['what']}, {row['activations']}: KL {row['mean_kl']:.1e} nats, top-1 {row['top1']:.1%}, "
+                f"logits within {row['max_abs']:.1e}"
+            )
+        return found
+
+    def _not_compared(self) -> str:
+        size = sum(prod(entry.shape) for entry in self.checkpoint.entries.values())
+        if self.settings.check_tokens < 4:
+            return f"engine.tensorrt.check_tokens={self.settings.check_tokens}"
+        if size > MOST_COMPARED:
+            return f"the model has {size:,} parameters, more than the {MOST_COMPARED:.0e} that are interpreted"
+        return "" if find_spec("torch") else "torch, which the reference needs, is not installed"
+
+    def engines(self, fingerprints: dict[str, str]) -> dict[str, dict[str, Any]]:
+        """Every engine, one after the other: two would need twice the memory."""
+        (self.ctx.out / "engines").mkdir()
+        self.ctx.progress.start(100 * len(self.specs), "steps")
+        return {name: self._engine(name, spec, fingerprints.get(name)) for name, spec in self.specs.items()}
+
+    def _engine(self, name: str, spec: Spec, fingerprint: str | None) -> dict[str, Any]:
+        done = self.run("worker", name, task="build", spec=spec.plain())
+        facts, file = done["facts"], f"engines/{name}.engine"
+        if fingerprint and facts["network"] != fingerprint:
+            raise StageError(f"{name} was interpreted as another network than was built: report it with the checkpoint's formats.")
+        os.replace(self.scratch / ENGINE, self.ctx.out / file)
+        if self.library == "tensorrt_rtx":
+            check_header(self.ctx.out / file, self.targets)
+        self.ctx.progress.note(
+            f"{name}: {facts['layers']} layers, {facts['bytes'] / 1e6:,.1f} MB in {done['seconds']:.1f} s, "
+            f"peak {done['peak_bytes'] / 1e9:.2f} GB"
+        )
+        return {"file": file} | spec.plain() | facts
+
+    def weights(self) -> dict[str, Any]:
+        """One file a rank, shared by its engines."""
+        (self.ctx.out / "weights").mkdir()
+        written = {}
+        for rank in sorted({spec.rank for spec in self.specs.values()}):
+            tables = [spec.plain() for spec in self.specs.values() if spec.rank == rank]
+            name = f"weights/rank{rank}.safetensors"
+            written[name] = self.run("worker", f"weights of rank {rank}", task="weights", specs=tables)["facts"]
+            os.replace(self.scratch / WEIGHTS, self.ctx.out / name)
+        return written
+
+
+def _describe(work: _Work, engines: dict[str, Any], weights: dict[str, Any], compared: dict[str, Any]) -> dict[str, Any]:
+    """engine.json."""
+    settings, arch, spec = work.settings, work.checkpoint.arch, next(iter(work.specs.values()))
+    formats = sorted({name for engine in engines.values() for name in engine["formats"]})
+    targets = [f"SM{sm}" for sm in work.targets]
+    return {
+        "kind": "tensorrt", "library": work.library, "version": installed_version(work.library), "targets": targets,
+        "ranks": spec.ranks, "parallel": spec.parallel, "dtype": spec.dtype, "weights": settings.weights, "weight_files": weights,
+        "computed_as": {name: BUILT_AS[name] for name in formats}, "expanded_from": settings.expanded_from,
+        "max_batch_size": settings.max_batch_size, "max_seq_len": settings.max_seq_len, "prefill_batch": settings.prefill_batch,
+        "prefill_chunk": min(settings.prefill_chunk, settings.max_seq_len), "num_layers": arch.num_hidden_layers,
+        "latent_dim": arch.latent_dim, "vocab_size": arch.vocab_size, "mtp": spec.mtp, "bos_token_id": arch.bos_token_id,
+        "eos_token_ids": _eos(arch.eos_token_id, work.ctx.inputs["convert"]), "engines": engines,
+        "agreement": compared["agreement"], "not_compared": compared.get("not_compared"),
+        "not_run": f"built for {', '.join(targets)} and interpreted in numpy; no engine was run on a GPU.",
+    }  # fmt: skip
+
+
+def _eos(found: int | list[int] | None, source: Path) -> list[int]:
+    """Those of generation_config.json, else those of config.json."""
+    file = source / "generation_config.json"
+    found = (read_json(file).get("eos_token_id") if file.is_file() else None) or found
+    return [found] if isinstance(found, int) else list(found or [])

@@ -1,0 +1,1 @@
+"""The decoder as a TensorRT network. Read `spec.py`, then `decoder.py`."""

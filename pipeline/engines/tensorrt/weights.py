@@ -1,0 +1,128 @@
+"""The weights of a network, from a checkpoint in any format, mapped from disk.
+
+A matrix of one module is a view of the checkpoint's file. Experts lie apart there and must be one block in the engine, so
+they are copied into scratch files, which are mapped too: their pages belong to the page cache, not to this process.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.checkpoint import Checkpoint, Entry
+from pipeline.core.errors import StageError
+from pipeline.engines.tensorrt.network.linear import NATIVE, Named, Stored, repack_int4
+from pipeline.engines.tensorrt.network.spec import Spec
+from pipeline.formats.numerics import BF16, Array, Float32
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """Weights by the name of their module."""
+
+    def __init__(self, checkpoint: Checkpoint, scratch: Path, dtype: str) -> None:
+        self._entries = checkpoint.entries
+        self._scratch = Path(tempfile.mkdtemp(prefix="weights-", dir=scratch))
+        self._plain_dtype = np.dtype(np.float32) if dtype == "float32" else BF16
+        self.used: Counter[str] = Counter()
+        """Elements in each format, as the engine has them."""
+        self.dequantized: Counter[str] = Counter()
+        """Elements that were stored in a format which the engine does not have, by that format."""
+
+    def vector(self, module: str, leaf: str = "weight") -> Named:
+        """A parameter that is never quantised: norms, the router, the embedding."""
+        entry = self._entries[f"{module}.{leaf}"]
+        return Named(entry.name, next(iter(entry.load().values())))
+
+    def matrix(self, module: str) -> Stored:
+        """The weight [N, K] of a linear layer."""
+        return self._counted(self._native(self._entries[f"{module}.weight"]))
+
+    def heads(self, module: str, head_dim: int, spec: Spec) -> Stored:
+        """The rows of this rank's heads."""
+        entry = self._entries[f"{module}.weight"]
+        if spec.heads == spec.arch.num_attention_heads:
+            return self._counted(self._native(entry))
+        rows = slice(spec.rank * spec.heads * head_dim, (spec.rank + 1) * spec.heads * head_dim)
+        return self._counted(self._plain(entry, entry.dequantized()[rows]))
+
+    def columns(self, module: str, spec: Spec) -> Stored:
+        """Of the output projection, the columns of this rank's heads."""
+        entry = self._entries[f"{module}.weight"]
+        if spec.heads == spec.arch.num_attention_heads:
+            return self._counted(self._native(entry))
+        width = spec.heads * spec.arch.v_head_dim
+        return self._counted(self._plain(entry, entry.dequantized()[:, spec.rank * width : (spec.rank + 1) * width]))
+
+    def dequantized_heads(self, module: str, head_dim: int, spec: Spec) -> Named:
+        """kv_b_proj [heads of this rank, head_dim, L] in BF16: both of its factors are folded into attention."""
+        entry = self._entries[f"{module}.weight"]
+        values = self._plain(entry, entry.dequantized()).tensors["weight"].reshape(-1, head_dim, entry.shape[1])
+        mine = values[spec.rank * spec.heads : (spec.rank + 1) * spec.heads] if spec.parallel == "tp" else values
+        self.used["bf16"] += mine.size
+        return Named(entry.name, mine)
+
+    def experts(self, prefix: str, numbers: Sequence[int]) -> Iterator[Stored]:
+        """Gate, up and down of the experts `numbers`, each one stack."""
+        for kind in ("gate", "up", "down"):
+            parts = [self._native(self._entries[f"{prefix}.experts.{number}.{kind}_proj.weight"]) for number in numbers]
+            yield self._counted(self._stack(f"{prefix}.experts.{kind}_proj", parts))
+
+    def dequantized_experts(self, prefix: str, kind: str, numbers: Sequence[int]) -> Named:
+        """One of the three in BF16, [E, N, K]."""
+        entries = [self._entries[f"{prefix}.experts.{number}.{kind}_proj.weight"] for number in numbers]
+        parts = [self._plain(entry, entry.dequantized()) for entry in entries]
+        stack = self._counted(self._stack(f"{prefix}.experts.{kind}_proj", parts))
+        return Named(f"{stack.name}.weight", stack.tensors["weight"])
+
+    def _native(self, entry: Entry) -> Stored:
+        """As it is stored where the engine can hold that, else in BF16."""
+        name, tensors = entry.format.name, entry.load()
+        if name not in NATIVE or not _fits(name, tensors, entry.shape):
+            return self._plain(entry, entry.dequantized())
+        if name == "int4_awq":
+            tensors = tensors | {"weight": repack_int4(tensors["weight"])}
+        return Stored(entry.place.module, name, tensors, entry.shape)
+
+    def _plain(self, entry: Entry, values: Float32) -> Stored:
+        if entry.quantised:
+            self.dequantized[entry.format.name] += values.size
+        return Stored(entry.place.module, "bf16", {"weight": values.astype(self._plain_dtype)}, values.shape)
+
+    def _counted(self, stored: Stored) -> Stored:
+        self.used[stored.format] += int(np.prod(stored.shape))
+        return stored
+
+    def _stack(self, name: str, parts: Sequence[Stored]) -> Stored:
+        """One block of all of them."""
+        if len({part.format for part in parts}) > 1:
+            found = ", ".join(sorted({part.format for part in parts}))
+            raise StageError(
+                f"The experts of {name} are stored as {found}, but one layer's must be alike: convert them to one format."
+            )
+        leaves = {leaf: self._block(f"{name}.{leaf}", [part.tensors[leaf] for part in parts]) for leaf in parts[0].tensors}
+        return Stored(name, parts[0].format, leaves, (len(parts), *parts[0].shape))
+
+    def _block(self, name: str, parts: Sequence[Array]) -> Array:
+        """[len(parts), …]; large ones are mapped."""
+        shape = (len(parts), *parts[0].shape)
+        if parts[0].nbytes * len(parts) < 1 << 16:
+            return np.stack(parts)
+        block = np.memmap(str(self._scratch / name), np.uint8, "w+", shape=(parts[0].nbytes * len(parts),))
+        typed = block.view(parts[0].dtype).reshape(shape)
+        for target, part in zip(typed, parts, strict=True):
+            target[...] = part
+        return typed
+
+
+def _fits(name: str, tensors: dict[str, Array], shape: tuple[int, ...]) -> bool:
+    """Whether TensorRT takes this very weight."""
+    if name == "fp8_block":
+        return shape[1] % 128 == 0
+    zeros = tensors.get("weight_zero_point")
+    return zeros is None or not zeros.any()

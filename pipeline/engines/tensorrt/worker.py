@@ -1,0 +1,98 @@
+"""One task in a process of its own: `python -m pipeline.engines.tensorrt.worker REQUEST`, events as JSON lines on stdout.
+
+REQUEST is a JSON file: the checkpoint's folder, the library, and a task. `build` makes one engine, `weights` writes the weights of
+one rank for engines that take them as inputs. Everything is read and written in the folder of REQUEST. TensorRT writes to stderr
+past every logger; the parent keeps that in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoint import Checkpoint
+from pipeline.core.errors import PipelineError
+from pipeline.core.events import EventWriter
+from pipeline.engines.tensorrt.builder import build, describe
+from pipeline.engines.tensorrt.graph import Graph
+from pipeline.engines.tensorrt.library import load
+from pipeline.engines.tensorrt.network.decoder import define
+from pipeline.engines.tensorrt.network.spec import Spec
+from pipeline.engines.tensorrt.weights import Weights
+
+__all__ = ["main", "network"]
+
+ENGINE, WEIGHTS = "engine", "weights.safetensors"
+"""What the tasks leave there; the caller puts it in place."""
+INTERRUPTED = 130
+
+
+def network(
+    checkpoint: Checkpoint, library: str, table: dict[str, Any], scratch: Path, *, external: bool = False
+) -> tuple[Graph, Weights]:
+    """The network of a `Spec.plain()` table, with its weights."""
+    spec = Spec(arch=checkpoint.arch, **table)
+    net, weights = Graph(load(library), external_weights=external), Weights(checkpoint, scratch, spec.dtype)
+    define(net, spec, weights)
+    return net, weights
+
+
+def _build(request: dict[str, Any], folder: Path, events: EventWriter, stop: list[int]) -> dict[str, Any]:
+    started = time.monotonic()
+    checkpoint, path = Checkpoint.open(folder / request["checkpoint"]), folder / ENGINE
+    net, weights = network(checkpoint, request["library"], request["spec"], folder, external=request["weights"] == "inputs")
+    build(
+        net, request["library"], request["targets"], path, refit=request["weights"] == "refit", advance=events.advance,
+        stopped=lambda: bool(stop),
+    )  # fmt: skip
+    facts = describe(net) | {
+        "bytes": path.stat().st_size, "formats": dict(sorted(weights.used.items())),
+        "dequantized": dict(sorted(weights.dequantized.items())),
+    }  # fmt: skip
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"facts": facts, "seconds": time.monotonic() - started, "peak_bytes": peak}
+
+
+def _write_weights(request: dict[str, Any], folder: Path, events: EventWriter, stop: list[int]) -> dict[str, Any]:
+    """The union of what the rank's networks want, each weight once."""
+    from pipeline.checkpoint import ShardWriter
+    from pipeline.checkpoint.reader import DTYPES
+
+    checkpoint, found = Checkpoint.open(folder / request["checkpoint"]), {}
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    for table in request["specs"]:
+        net, _ = network(checkpoint, request["library"], table, folder, external=True)
+        assert net.external is not None
+        found |= net.external
+    plan = [(name, names[value.dtype], value.shape) for name, value in sorted(found.items())]
+    with ShardWriter(folder / WEIGHTS, plan) as writer:
+        for name, value in sorted(found.items()):
+            writer.write(name, value)
+    return {"facts": {"tensors": len(found), "bytes": sum(value.nbytes for value in found.values())}}
+
+
+TASKS = {"build": _build, "weights": _write_weights}
+
+
+def main(request_file: Path) -> int:
+    """Do the task; exit code 3 after an `error` event, 130 after a signal."""
+    request, events, stop = json.loads(request_file.read_text(encoding="utf-8")), EventWriter(sys.stdout), []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stop.append(number))
+    try:
+        events.send(event="done", **TASKS[request["task"]](request, request_file.parent, events, stop))
+    except PipelineError as error:
+        events.send(event="error", text=str(error))
+        return 3
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
