@@ -8,6 +8,9 @@ holds those, this is a fit, not a forecast, and the output says how many of the 
 errors come from scripts/calibrate_planner.py. `--aiconfigurator` names a file of its stored predictions (rows with
 `p_tpot` and `args`); rows are matched by hardware, precision, lengths, parallelism, concurrency, engine, TPOT, and MTP depth.
 Lengths of InferenceX rows are nominal; both planners are given 0.9 of them, which is what was sent on average.
+Rows of offline maximum throughput (all requests queued) have no TPOT: their tokens/s/GPU is predicted apart. The limits that
+they ran with are not published; assumed are 1,024 requests a rank, steps of 2,048 tokens or one prompt, and 0.9 of the free
+memory for the cache.
 """
 
 from __future__ import annotations
@@ -27,9 +30,13 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.planner.perf import Predictions, predict_many  # noqa: E402
+from pipeline.config.load import load  # noqa: E402
+from pipeline.models.arch import Arch  # noqa: E402
+from pipeline.planner.memory import memory_of  # noqa: E402
+from pipeline.planner.perf import Machine, PerfCase, Predictions, checkpoint_formats, predict, predict_many  # noqa: E402
 from pipeline.planner.perf.calibration import shipped  # noqa: E402
 from pipeline.planner.perf.points import Point, digest, read_aiconfigurator, read_points  # noqa: E402
+from pipeline.planner.setup import Layout, Setup  # noqa: E402
 
 BESIDE = "aiconfigurator_vs_measured.json"
 AICONFIGURATOR = "0.12.0, TensorRT-LLM data 1.3.0rc20"
@@ -46,6 +53,8 @@ def main() -> int:
     theirs = read_aiconfigurator(options.aiconfigurator or options.points.with_name(BESIDE))
     result = score(read_points(options.points, ROOT / "conf"), theirs)
     result["file"] = options.points.name
+    rows = json.loads(options.points.read_text(encoding="utf-8"))
+    result["offline"] = [offline(row) for row in rows if str(row.get("concurrency")).startswith("offline")]
     print("\n".join(table(result)))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -80,6 +89,24 @@ def score(points: Sequence[Point], theirs: Mapping[tuple[str, int], float]) -> d
         "cpu_seconds": round(seconds, 4),
         "rows": [row_of(point, predicted, i, other[i], bool(seen[i])) for i, point in enumerate(scored)],
     }
+
+
+def offline(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A published maximum throughput beside ours, for more requests than the cache holds."""
+    config = load([f"+hw={row['hw'].lower()}", "model=deepseek_r1"])
+    arch, formats, ranks = Arch.from_hf(dict(config.model.hf)), checkpoint_formats(row["precision"]), row["n_gpus"]
+    limits = {"moe_backend": row["moe_backend"], "max_batch_size": 1024, "max_num_tokens": max(2048, row["isl"] + 64)}
+    setup = Setup(arch=arch, hw=config.hw, formats=formats, layout=Layout(ranks, ranks, True), fraction=0.9, **limits)
+    case = PerfCase(
+        machine=Machine.of(config.hw), arch=arch, formats=formats, tp=ranks, ep=ranks, attention_dp=True, concurrency=1e5,
+        isl=row["isl"], osl=row["osl"], kv_tokens=memory_of(setup)[0].kv_tokens, runner="direct", **limits,
+    )  # fmt: skip
+    predicted = predict(case)
+    return {
+        "hw": row["hw"], "precision": row["precision"], "layout": case.layout, "isl": row["isl"], "osl": row["osl"],
+        "published": row["tok_s_gpu"], "predicted": round(predicted.tokens_per_gpu, 1), "active": predicted.active,
+        "error": round(predicted.tokens_per_gpu / row["tok_s_gpu"] - 1, 4),
+    }  # fmt: skip
 
 
 def ttft_error(scored: Sequence[Point], predicted: Predictions) -> np.ndarray[Any, Any]:
@@ -151,6 +178,9 @@ def table(result: Mapping[str, Any]) -> list[str]:
     lines.append(f"{result['in_calibration']} of {result['points_scored']} scored points were calibrated on: on those, a fit.")
     if result["in_calibration"] < result["points_scored"]:
         lines.append(line("not calibrated on", result["not_in_calibration"]))
+    for item in result.get("offline", ()):
+        case = f"offline {item['hw']} {item['precision']} {item['layout']} {item['isl']}/{item['osl']}"
+        lines.append(f"{case}: {item['predicted']:,.0f} tokens/s/GPU, published {item['published']:,} ({item['error']:+.0%})")
     lines += [f"declined {item['points']:>4}: {item['reason']}" for item in result["declined"]]
     lines.append(f"aiconfigurator {AICONFIGURATOR}; stored predictions, not run here. {result['cpu_seconds']} s CPU for ours.")
     return lines

@@ -161,13 +161,13 @@ def test_intervals_widen_with_what_was_not_measured() -> None:
 
 
 def test_requests_beyond_the_cache_wait() -> None:
-    """200,000 cached tokens hold 200000 // (921.6 x 1.5) = 144 requests; the others queue and TTFT explodes."""
-    few, many = sweep(case(kv_tokens=200_000), [144, 600])
-    assert few.active == many.active == 144
+    """200,000 cached tokens hold 200000 // (921.6 x 2) = 108 requests; the others queue and TTFT explodes."""
+    few, many = sweep(case(kv_tokens=200_000), [108, 600])
+    assert few.active == many.active == 108
     assert many.tpot_ms == pytest.approx(few.tpot_ms)
     assert many.ttft_ms > 10 * few.ttft_ms
     ranks = predict(case(kv_tokens=200_000, ep=8, attention_dp=True, concurrency=5000))
-    assert ranks.active == 8 * 144
+    assert ranks.active == 8 * 108
     assert predict(case(max_batch_size=32)).active == 32
 
 

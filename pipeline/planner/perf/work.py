@@ -193,12 +193,13 @@ def _row(case: PerfCase, shard: Shard, off: Sequence[str]) -> tuple[float, ...]:
 
 
 def _slots(case: PerfCase, dp: int, shard: Shard) -> float:
-    """Requests that KV cache and max_batch_size admit, over all ranks."""
+    """Requests that KV cache and max_batch_size admit, over all ranks: TensorRT-LLM's scheduler keeps room for each one's whole
+    output before it starts it (GUARANTEED_NO_EVICT, the default)."""
     tokens = case.kv_tokens
     if tokens is None:
         free = case.machine.memory_bytes - shard.loaded_bytes - STATIC_GIB * 2**30
         tokens = max(0.0, 0.8 * free) / (case.arch.latent_dim * case.arch.num_hidden_layers * KV_BYTES[case.kv_format])
-    slots = max(1.0, tokens // (case.isl + case.osl / 2))
+    slots = max(1.0, tokens // (case.isl + case.osl))
     return dp * min(slots, case.max_batch_size or np.inf)
 
 
