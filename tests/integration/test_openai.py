@@ -250,6 +250,17 @@ def test_a_prompt_that_is_too_long_is_refused(gateway: Gateway) -> None:
         assert caught.value.code == "context_length_exceeded"
 
 
+def test_an_engine_that_fails_is_500_or_an_error_inside_the_stream(gateway: Gateway) -> None:
+    if gateway.layout == "torch":
+        pytest.skip("its double fails for good: test_serve_failures has that")
+    with pytest.raises(openai.InternalServerError) as caught:
+        gateway.chat("boom", max_tokens=20)
+    assert caught.value.status_code == 500 and caught.value.code == "engine_error"
+    with pytest.raises(openai.APIError, match="fail"):
+        list(gateway.chat("mid abc", max_tokens=20, stream=True))
+    assert gateway.chat("abc", max_tokens=3).choices[0].message.content == "abc", "others go on"
+
+
 def test_a_full_queue_is_429(gateway: Gateway) -> None:
     if gateway.layout == "vllm":
         pytest.skip("vLLM lets any number of requests wait")
