@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pipeline.lint.base import ERROR, NOTE, WARNING
-from pipeline.lint.report import lint
+from pipeline.lint.report import Report, lint
 from pipeline.lint.target import target_of
 from tests.unit.test_lint_repository import CASES as REPOSITORIES
 from tests.unit.test_lint_repository import linted
@@ -132,18 +132,20 @@ def test_every_case_of_a_deployment_has_its_verdict() -> None:
     assert {rule for rule, _, _ in RULES.values()} <= REPOSITORIES.keys()
 
 
+def judge(report: Report, rule: str, level: str, says: str) -> None:
+    found = {finding.rule: finding for finding in report.findings}
+    assert rule in found, list(found)
+    assert found[rule].level == level and re.search(says, found[rule].reason), found[rule].reason
+
+
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments(case: str, tmp_path: Path) -> None:
-    text, settings, rule, level, says = ARGUMENTS[case]
+    text, settings, *verdict = ARGUMENTS[case]
     file = tmp_path / "llm_args.yaml"
     file.write_text(f"{{{text}}}\n", encoding="utf-8")
-    found = {finding.rule: finding for finding in lint([file], target_of(settings.split())).findings}
-    assert rule in found, [finding.rule for finding in found.values()]
-    assert found[rule].level == level and re.search(says, found[rule].reason), found[rule].reason
+    judge(lint([file], target_of(settings.split())), *verdict)
 
 
 @pytest.mark.parametrize("case", RULES)
 def test_repository(case: str, tmp_path: Path) -> None:
-    rule, level, says = RULES[case]
-    found = {finding.rule: finding for finding in linted(tmp_path, rule).findings}
-    assert found[rule].level == level and re.search(says, found[rule].reason), found[rule].reason
+    judge(linted(tmp_path, RULES[case][0]), *RULES[case])
