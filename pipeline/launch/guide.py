@@ -56,8 +56,16 @@ def _clients(fleet: Fleet) -> list[str]:
     if fleet.disaggregated:
         return [f"Clients ask the router in OpenAI's way: port {fleet.http_port} of the first node."]
     if len(fleet.instances) > 1:
-        return ["Clients ask any server: Kubernetes' Service spreads them, elsewhere put a balancer before the ports below."]
-    return [f"Clients ask Triton: port {fleet.http_port} of the first node."]
+        where = "any server: Kubernetes' Service spreads them, elsewhere put a balancer before the ports below"
+    else:
+        where = f"Triton: port {fleet.http_port} of the first node"
+    return [
+        f"Clients ask {where}. For OpenAI's API run, wherever the package and this project are (no GPU, no torch),", "",
+        "```bash",
+        f"python -m pipeline.openai --grpc NODE:{fleet.instances[0].grpc_port} --model MODEL --tokenizer $(dirname $(ls "
+        "repository/*/1/checkpoint/tokenizer.json)) --port 9000",
+        "```", "",
+    ]  # fmt: skip
 
 
 def _row(item: Instance) -> str:
