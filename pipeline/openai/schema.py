@@ -28,12 +28,14 @@ COMPLETION_TOKENS = 16
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,), "best_of": (None, 1), "echo": (None, False), "function_call": (None, "none", "auto"),
-    "functions": (None, []), "logit_bias": (None, {}), "logprobs": (None, False), "modalities": (None, ["text"]),
-    "prediction": (None,), "reasoning_effort": (None,), "response_format": (None, {"type": "text"}),
-    "suffix": (None, ""), "tool_choice": (None, "none", "auto"), "tools": (None, []), "top_logprobs": (None, 0),
+    "functions": (None, []), "include_reasoning": (None, True), "length_penalty": (None, 1, 1.0), "logit_bias": (None, {}),
+    "logprobs": (None, False), "min_p": (None, 0, 0.0), "min_tokens": (None, 0), "modalities": (None, ["text"]),
+    "prediction": (None,), "reasoning_effort": (None,), "repetition_penalty": (None, 1, 1.0),
+    "response_format": (None, {"type": "text"}), "skip_special_tokens": (None, True), "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"), "tools": (None, []), "top_logprobs": (None, 0), "use_beam_search": (None, False),
     "verbosity": (None, "medium"), "web_search_options": (None,),
 }  # fmt: skip
-"""Fields that are not served -> the values that ask for nothing."""
+"""Fields of OpenAI and of vLLM that are not served -> the values that ask for nothing, which benchmark clients send."""
 IGNORED = frozenset({
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
     "store", "user",
@@ -48,7 +50,8 @@ class Request:
     max_tokens: int | None = limited(None, least=1, most=MOST_TOKENS)
     temperature: float | None = limited(None, least=0, most=2)
     top_p: float | None = limited(None, above=0, most=1)
-    top_k: int | None = limited(None, least=0, most=2**31 - 1)
+    top_k: int | None = limited(None, least=-1, most=2**31 - 1)
+    """-1 and 0: no limit."""
     seed: int | None = limited(None, least=-(2**63), most=2**64 - 1)
     stop: str | list[str] | None = None
     n: int | None = limited(None, least=1, most=MOST_CHOICES)
@@ -73,6 +76,8 @@ class Request:
         """The engine's options that the request names."""
         names = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
         options = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if "top_k" in options:
+            options["top_k"] = max(options["top_k"], 0)
         for name in ("presence_penalty", "frequency_penalty"):
             if not options.get(name):  # 0 asks for nothing, and not every model has an input for it
                 options.pop(name, None)

@@ -24,7 +24,7 @@ import openai
 import pytest
 
 from pipeline.config.schema import Config
-from pipeline.core.errors import ConfigError, MissingToolError
+from pipeline.core.errors import ConfigError, MissingToolError, StageError
 from pipeline.core.stage import StageContext
 from pipeline.openai.process import beside
 from pipeline.triton import releases, server
@@ -402,3 +402,10 @@ def test_what_cannot_be_started_is_said(running: server.Server, tmp_path: Path, 
         start(openai_api_key_env="NO_SUCH_KEY")
     with pytest.raises(ConfigError, match=r"has a tokenizer.json: name its folder as serve.tokenizer=DIR"):
         start()
+    with beside(config(tokenizer=str(write_tokenizer(tmp_path))).serve, running.endpoint, ["fake_r1"], tmp_path) as companion:
+        assert companion
+        companion.require_alive()
+        companion.process.kill()
+        companion.process.wait()
+        with pytest.raises(StageError, match="gateway ended by itself with code -9"):
+            companion.require_alive()

@@ -135,6 +135,7 @@ BAD: list[tuple[Any, str | None, str]] = [
     (CHAT | {"tools": [{"type": "function"}]}, "tools", "not supported"),
     (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     (CHAT | {"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    (CHAT | {"repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
     (CHAT | {"max_token": 5}, "max_token", "Unrecognized request argument"),
     (CHAT | {"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs", "may not set bos_token"),
     (CHAT | {"model": ""}, "model", "empty"),
@@ -176,12 +177,13 @@ def test_a_bad_completion_is_refused_too() -> None:
 
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
     extra = {"logprobs": False, "tools": [], "n": 1, "user": "u", "store": True, "presence_penalty": 0, "stop": None,
-             "response_format": {"type": "text"}, "frequency_penalty": None, "metadata": {"a": "b"}}  # fmt: skip
+             "response_format": {"type": "text"}, "frequency_penalty": None, "metadata": {"a": "b"},
+             "repetition_penalty": 1.0, "top_k": -1, "min_tokens": 0}  # fmt: skip
 
     async def test(session: aiohttp.ClientSession, model: Double) -> None:
         assert (await post(session, CHAT | extra))[0] == 200
         [(_, options)] = model.calls
-        assert options == {"temperature": 0.6, "top_p": 0.95, "max_tokens": 100 - 7}, "tiny_r1's defaults and all that fits"
+        assert options == {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "max_tokens": 100 - 7}, "tiny_r1's defaults, all that fits"
 
     serving(test)
 
