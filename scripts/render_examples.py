@@ -145,9 +145,16 @@ def explained(text: str, kind: str) -> str:
     for line, where, path in _keys(text, kind):
         if path and (where, path) not in said:
             said.add((where, path))
-            line = f"{line:{COLUMN}}  # {table(where)[path]}"
+            line = f"{line:{COLUMN}}  # {_said(where, path)}"
         lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def _said(kind: str, path: str) -> str:
+    """The router repeats LLM arguments of its servers."""
+    argument = path.partition("_servers.")[2]
+    repeated = kind == "router" and argument and path not in table(kind)
+    return table("arguments")[argument] if repeated else table(kind)[path]
 
 
 def _keys(text: str, kind: str) -> Iterator[tuple[str, str, str]]:

@@ -34,7 +34,7 @@ if [[ -z "${KEEP_GPUS:-}" ]]; then
 fi
 # Pinned memory for RDMA and NCCL; where the limit cannot be raised, the container's own has to do.
 ulimit -l unlimited 2>/dev/null || true
-if [[ "$(ulimit -l)" != unlimited ]]; then
+if [[ "$(ulimit -l)" != unlimited && "${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-0}}" -eq 0 ]]; then
   echo "instance.sh: locked memory is limited to $(ulimit -l) KiB: start the container with memlock=-1 (IPC_LOCK)" >&2
 fi
 @ENVIRONMENT@@IMEX@
