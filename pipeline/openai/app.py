@@ -150,7 +150,8 @@ class Gateway:
         if not key or not request.path.startswith("/v1/"):
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+        sent = given.strip().encode("utf-8", "surrogateescape")  # as the header's bytes were decoded
+        if scheme.lower() != "bearer" or not hmac.compare_digest(sent, key.encode()):
             raise ApiError(401, "The API key is missing or wrong: send it as Authorization: Bearer KEY.", code="invalid_api_key")
 
 

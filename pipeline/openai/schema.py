@@ -26,6 +26,9 @@ ROLES = ("system", "developer", "user", "assistant")
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions."""
 
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape that may be half a character."""
+
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,), "best_of": (None, 1), "echo": (None, False), "function_call": (None, "none", "auto"),
     "functions": (None, []), "include_reasoning": (None, True), "length_penalty": (None, 1, 1.0), "logit_bias": (None, {}),
@@ -168,7 +171,8 @@ def _json(raw: bytes) -> dict[str, Any]:
     """The object, in strict JSON: no NaN, no lone surrogates, no nesting that ends the interpreter's stack."""
     try:
         body = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
-        json.dumps(body, ensure_ascii=False).encode("utf-8")
+        if SURROGATE.search(raw):
+            json.dumps(body, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         _refuse(f"The body is not valid UTF-8: {error.reason} at byte {error.start}.")
     except UnicodeEncodeError:

@@ -183,7 +183,8 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
     async def test(session: aiohttp.ClientSession, model: Double) -> None:
         assert (await post(session, CHAT | extra))[0] == 200
         [(_, options)] = model.calls
-        assert options == {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "max_tokens": 100 - 7}, "tiny_r1's defaults, all that fits"
+        defaults = {"temperature": 0.6, "top_p": 0.95}  # of tiny_r1
+        assert options == defaults | {"top_k": 0, "max_tokens": 100 - 7}, "all that fits"
 
     serving(test)
 
@@ -239,6 +240,11 @@ def test_the_key_is_asked_for_where_there_is_one() -> None:
         assert (await post(session, CHAT, headers={"Authorization": "Bearer s3cret"}))[0] == 200
         async with session.get("/health") as reply:
             assert reply.status == 200, "a load balancer has no key"
+        assert session._base_url
+        reader, writer = await asyncio.open_connection("127.0.0.1", session._base_url.port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+        assert b"401" in await reader.readline()
+        writer.close()
 
     serving(test, api_key="s3cret")
 
