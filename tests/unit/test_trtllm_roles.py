@@ -21,6 +21,8 @@ from pipeline.engines.trtllm import build as trtllm_build
 from pipeline.engines.trtllm.llm_args import render
 from pipeline.engines.trtllm.roles import roles_of
 from pipeline.engines.trtllm.versions import known_lines, version_line
+from pipeline.lint.report import lint
+from pipeline.lint.target import Target
 from pipeline.models.arch import Arch
 from pipeline.planner.case import case_of
 from pipeline.planner.costed import COSTED
@@ -117,6 +119,15 @@ class TestApart:
             assert servers[section].items() <= {**args, "num_instances": row["count"]}.items()
         assert engine["serving"] == "disaggregated" and engine["quantization"] == "hf_quant_config.json"
         assert engine["num_devices"] == sum(row["count"] * row["gpus_per_instance"] for row in engine["instances"])
+
+    def test_lint_finds_nothing_wrong_with_it(self, tmp_path):
+        ctx = built(tmp_path, *APART)
+        written = sorted(ctx.out.rglob("*.yaml"))
+        report = lint(written, Target(version="1.2", config=ctx.config))
+        assert len(report.linted) == 3 and {finding.level for finding in report.findings} <= {"note"}, list(report.lines())
+        together = ctx.out / "llm_args.yaml"  # a server that does both must take a prompt in one step
+        together.write_text((ctx.out / "instances" / "generation" / "llm_args.yaml").read_text())
+        assert "cannot take a prompt" in "\n".join(lint([together], Target(version="1.2", config=ctx.config)).lines())
 
     def test_alike_instances_have_one_row(self, tmp_path):
         ctx = built(tmp_path, *R1_B200)

@@ -14,6 +14,11 @@ __all__ = ["ROLES", "arguments_file", "described", "roles_of", "server_config"]
 Deploy = Mapping[str, Any]
 ROLES = {"context": "context_servers", "generation": "generation_servers"}
 """Role -> its section in the server's file."""
+REPEATED = (
+    "tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "max_num_tokens", "cache_transceiver_config",
+    "disable_overlap_scheduler",
+)  # fmt: skip
+"""What the server's file says of each side: what routers and world sizes are computed from, and what hands its cache over."""
 
 
 def roles_of(deploy: Deploy) -> list[dict[str, Any]]:
@@ -42,12 +47,12 @@ def described(role: Deploy) -> dict[str, Any]:
 def server_config(roles: list[dict[str, Any]], arguments: Mapping[str, Deploy]) -> dict[str, Any]:
     """The file of `trtllm-serve disaggregated`, but for host names and ports, which launchers fill in (`urls`).
 
-    It repeats of each side what routers and world sizes are computed from (extract_disagg_cfg in TensorRT-LLM's
-    disagg_utils.py); each instance reads all its arguments from its own file.
+    It repeats REPEATED of each side (extract_disagg_cfg in TensorRT-LLM's disagg_utils.py); each instance reads all its
+    arguments from its own file.
     """
-    repeated = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "max_num_tokens")
     config: dict[str, Any] = {"hostname": "localhost", "port": 8000, "backend": "pytorch"}
     for role in roles:
         args = arguments[role["role"]]
-        config[ROLES[role["role"]]] = {"num_instances": role["count"], **{name: args[name] for name in repeated}}
+        repeated = {name: args[name] for name in REPEATED if name in args}
+        config[ROLES[role["role"]]] = {"num_instances": role["count"], **repeated}
     return config
