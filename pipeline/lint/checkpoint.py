@@ -18,7 +18,7 @@ from pipeline.lint.target import Target
 from pipeline.verify import invariants
 from pipeline.verify.invariants import Subject, check
 
-__all__ = ["INVARIANTS", "RULES", "findings", "is_tensorrt_engine", "tensorrt_findings"]
+__all__ = ["INVARIANTS", "RULES", "findings", "is_tensorrt_engine", "open_contents", "tensorrt_findings"]
 
 READER = "TensorRT-LLM tensorrt_llm/_torch/model_config.py"
 KERNEL = "TensorRT-LLM cpp/tensorrt_llm/kernels/noAuxTcKernels.cu"
@@ -45,17 +45,22 @@ def findings(folder: Path, target: Target) -> Iterator[Finding]:
     Raises:
         ConfigError: if there are no weights and no settings in the folder.
     """
-    contents = _open(folder)
+    contents = open_contents(folder)
     for found in check(Subject(contents)):
         first, more = found.faults[0], len(found.faults) - 1
         reason = found.rule.sentence(first).rstrip(".") + (f" ({more:,} more)" if more else "")
         place = Place(folder, None, first.tensor)
         yield Finding(f"checkpoint/{found.rule.id}", found.rule.level, place, reason, found.rule.fix, "pipeline/verify/invariants")
     yield from apply(RULES, contents, folder)
+    if target.config is not None:
+        from pipeline.lint.planned import findings_of_checkpoint
+
+        yield from findings_of_checkpoint(contents, target)
 
 
 @uncollected()
-def _open(folder: Path) -> Contents:
+def open_contents(folder: Path) -> Contents:
+    """Headers and configs; also of a folder without weights."""
     try:
         return Contents.open(folder)
     except ConfigError as error:

@@ -1,25 +1,33 @@
-"""The planner's rules over somebody's LLM arguments: what needs a machine, a model and a workload (hw= and model=)."""
+"""The planner's rules over somebody's LLM arguments or checkpoint: what needs a machine, a model and a workload (hw=, model=)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
+from pipeline.inspect.contents import Contents
+from pipeline.inspect.recognise import CT
 from pipeline.lint.args import Args
 from pipeline.lint.base import ERROR, NOTE, WARNING, Finding, Level, Place
+from pipeline.lint.target import Target
 from pipeline.models.arch import Arch
 from pipeline.planner import rules
 from pipeline.planner.case import case_of
 from pipeline.planner.llm_args_file import read_llm_args
+from pipeline.planner.params import STORAGE
+from pipeline.planner.rules import precision
+from pipeline.planner.rules.base import broken
 from pipeline.planner.setup import Layout, Setup
 
-__all__ = ["SAID_BY_FILE", "findings", "level_of", "setup_of"]
+__all__ = ["SAID_BY_FILE", "findings", "findings_of_checkpoint", "formats_of", "level_of", "setup_of"]
 
 SAID_BY_FILE = (
     "version", "release", "relaxed_adp", "graph_list", "graphs_above", "many_graphs", "mtp_accuracy", "relaxed", "moe_of_line",
-    "wideep", "moe_balancer", "deepep_fp4", "expert_tp", "decode_tokens", "fraction", "stored_as", "transfer",
+    "wideep", "moe_balancer", "deepep_fp4", "expert_tp", "decode_tokens", "fraction", "transfer",
 )  # fmt: skip
 """Rules that need neither machine nor model, and stand in `pipeline/lint/args` as well."""
 TOLD = (
@@ -40,6 +48,14 @@ KEYS = {
     "idle": "enable_attention_dp", "uneven": "enable_attention_dp", "balance": "enable_attention_dp",
 }  # fmt: skip
 """Rule -> the argument that it is about."""
+FORMATS = {
+    "fp8_per_channel": "fp8_channel", "nvfp4_weight_only": "w4a16_nvfp4", "awq": "int4_awq", "gptq": "int4_awq",
+    f"{CT} nvfp4": "nvfp4", f"{CT} mxfp4": "mxfp4", f"{CT} int4": "int4_awq", f"{CT} fp8_block": "fp8_block",
+}  # fmt: skip
+"""What tensors are called -> the planner's name of the format."""
+LAYOUTS = {"awq": "autoawq", "gptq": "gptq"}
+OF_CHECKPOINT = ("sm", "format", "stored_as", "experts", "experts_only", "weight_only", "mixed")
+"""Rules that a checkpoint alone can break."""
 SPELLINGS = {
     "parallel.tp": "tensor_parallel_size", "parallel.ep": "moe_expert_parallel_size", "parallel.pp": "pipeline_parallel_size",
     "parallel.attention_dp": "enable_attention_dp", "workload.chunked_prefill": "enable_chunked_prefill",
@@ -59,11 +75,39 @@ def setup_of(config: Config, version: str, role: str = "both") -> Setup:
     )  # fmt: skip
 
 
-def findings(args: Args) -> Iterator[Finding]:
-    """Every planner's rule that these arguments do not keep, on the target's machine; nothing without one."""
+def formats_of(contents: Contents) -> dict[str, str]:
+    """Class of linear layers -> the format of most of them; those that the planner does not know are left out."""
+    counts: dict[str, Counter[str]] = {}
+    for module in contents.modules.values():
+        if module.place.linear:
+            counts.setdefault(module.place.kind, Counter())[FORMATS.get(module.format, module.format)] += 1
+    usual = {kind: count.most_common(1)[0][0] for kind, count in counts.items()}
+    return {kind: name for kind, name in usual.items() if name in STORAGE}
+
+
+def findings_of_checkpoint(contents: Contents, target: Target) -> Iterator[Finding]:
+    """What the target's machine cannot run of a checkpoint's formats."""
+    formats = formats_of(contents)
+    if target.config is None or target.config.engine.trtllm is None or not formats:
+        return
+    found = Counter(module.format for module in contents.modules.values() if module.quantised).most_common(1)
+    name = found[0][0] if found else ""
+    stored_as = "compressed_tensors" if name.startswith(CT) else LAYOUTS.get(name, "modelopt")
+    base = setup_of(target.config, target.version or target.config.engine.trtllm.version)
+    asked = replace(base, formats=formats, stored_as=stored_as, model=str(contents.folder))
+    for item in broken([rule for rule in precision.RULES if rule.id in OF_CHECKPOINT], asked):
+        yield _finding(item, Place(contents.folder))
+
+
+def findings(args: Args, formats: Mapping[str, str] | None = None) -> Iterator[Finding]:
+    """Every planner's rule that these arguments do not keep, on the target's machine; nothing without one.
+
+    `formats` are those of the checkpoint that they are for, where it is at hand; else those of quant=.
+    """
     if args.target.config is None:
         return
     base = setup_of(args.target.config, args.target.version or args.line.line, args.role)
+    base = replace(base, formats=formats) if formats else base
     try:
         setup = read_llm_args(args.values, base).setup
     except ConfigError as error:
@@ -71,11 +115,10 @@ def findings(args: Args) -> Iterator[Finding]:
         return
     for found in rules.check(setup):
         if found.rule not in SAID_BY_FILE:
-            yield _finding(found, args)
+            yield _finding(found, args.at(KEYS[found.rule]) if found.rule in KEYS else Place(args.document.file))
 
 
-def _finding(found: rules.Finding, args: Args) -> Finding:
-    place = args.at(KEYS[found.rule]) if found.rule in KEYS else Place(args.document.file)
+def _finding(found: rules.Finding, place: Place) -> Finding:
     text = re.sub("|".join(map(re.escape, SPELLINGS)), lambda name: SPELLINGS[name.group()], found.text).rstrip(".")
     reason, _, fix = text.rpartition(": ")
     level = level_of(found.rule, found.level)

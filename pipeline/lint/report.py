@@ -102,7 +102,7 @@ def _findings(artefact: Artefact, target: Target) -> Iterator[Finding]:
     match artefact.kind:
         case "arguments":
             assert artefact.document is not None
-            yield from _arguments(artefact.document, target)
+            yield from _arguments(artefact.document, target, artefact.path.parent / "checkpoint")
         case "servers":
             assert artefact.document is not None
             yield from _servers(artefact.document, target)
@@ -120,14 +120,16 @@ def _findings(artefact: Artefact, target: Target) -> Iterator[Finding]:
             yield from _repository(artefact.path.absolute().parent, artefact.path.absolute().name, target)
 
 
-def _arguments(document: Document, target: Target) -> Iterator[Finding]:
+def _arguments(document: Document, target: Target, checkpoint: Path) -> Iterator[Finding]:
+    """`checkpoint` is the one that they are for, if it is there."""
     values = {key: value for key, value in document.values.items() if key not in OWN_KEYS}
     args = args_of(replace(document, values=values), target, _role(document))
     yield from args_findings(args)
     if target.config is not None:
-        from pipeline.lint.planned import findings
+        from pipeline.lint.checkpoint import open_contents
+        from pipeline.lint.planned import findings, formats_of
 
-        yield from findings(args)
+        yield from findings(args, formats_of(open_contents(checkpoint)) if checkpoint.is_dir() else None)
 
 
 def _role(document: Document) -> str:
@@ -161,8 +163,9 @@ def _repository(folder: Path, only: str | None, target: Target) -> Iterator[Find
             yield finding
     for model in opened.models.values():
         if model.settings is not None and only in (None, model.name):
-            yield from _arguments(model.settings, target)
-            if (checkpoint := model.settings.file.parent / "checkpoint").is_dir():
+            checkpoint = model.settings.file.parent / "checkpoint"
+            yield from _arguments(model.settings, target, checkpoint)
+            if checkpoint.is_dir():
                 yield from _findings(Artefact("checkpoint", checkpoint), target)
 
 

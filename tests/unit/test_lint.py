@@ -66,6 +66,16 @@ def test_the_planner_judges_where_machine_and_model_are_given(tmp_path: Path) ->
     assert not rules_of(lint([file], target("h200", "deepseek_r1", "fp8_block"))) & {"plan/moe_kernels"}
 
 
+@pytest.mark.parametrize(("hw", "rule"), [("b200", None), ("h200", "plan/format"), ("rtx_pro_6000", "plan/sm")])
+def test_a_checkpoint_is_judged_by_its_own_formats(hw: str, rule: str | None, tmp_path: Path) -> None:
+    """Also the arguments that lie beside it, whatever quant= says."""
+    shutil.copytree(DATA / "foreign" / "modelopt_nvfp4", tmp_path / "checkpoint")
+    (tmp_path / "llm_args.yaml").write_text(ARGS)
+    found = [item for item in lint([tmp_path], target(hw, "deepseek_r1", "fp8_block")).findings if item.rule.startswith("plan/")]
+    told = {(item.rule, item.place.file.name) for item in found if item.level == ERROR}
+    assert told == ({(rule, "checkpoint"), (rule, "llm_args.yaml")} if rule else set())
+
+
 def test_every_rule_of_the_planner_is_told_once() -> None:
     ids = {rule.id for rule in planner.RULES}
     assert ids >= set(planned.SAID_BY_FILE) | set(planned.TOLD) | planned.KEYS.keys()
