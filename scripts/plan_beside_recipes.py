@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """The planner's configurations beside published LLM-args files, line by line, both predicted.
 
-    python scripts/plan_beside_recipes.py --recipes DIR [--markdown FILE] [--json FILE] [--quick]
+    python scripts/plan_beside_recipes.py --recipes DIR [DIR ...] [--markdown FILE] [--json FILE] [--quick]
 
-`DIR` holds files named MODEL__HW__ISLkOSLk_tpN_concC.yaml, as NVIDIA/TensorRT-LLM examples/configs/database has them as
+A `DIR` holds files named MODEL__HW__ISLkOSLk_tpN_concC.yaml, as NVIDIA/TensorRT-LLM examples/configs/database has them as
 folders (MODEL/HW/1k1k_tp8_conc1024.yaml). Each is planned for the same GPUs, lengths and requests in flight. Files of
 `benchmarks/inferencex/` hold what InferenceX says of a generation instance; the rest is the engine's default.
 """
@@ -50,14 +50,15 @@ class Case:
 def main() -> int:
     """Compare, print the summary, write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", type=Path, required=True)
+    parser.add_argument("--recipes", type=Path, nargs="+", required=True)
     parser.add_argument("--markdown", type=Path, help="write the line-by-line comparison")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="the first four files only")
     options = parser.parse_args()
-    files = [file for file in sorted(options.recipes.glob("*.yaml")) if NAME.fullmatch(file.name)]
+    files = sorted((file for folder in options.recipes for file in folder.glob("*.yaml")), key=lambda file: file.name)
+    files = [file for file in files if NAME.fullmatch(file.name)]
     if not files:
-        sys.exit(f"{options.recipes} has no file named like MODEL__B200__1k1k_tp8_conc1024.yaml.")
+        sys.exit(f"{', '.join(map(str, options.recipes))} has no file named like MODEL__B200__1k1k_tp8_conc1024.yaml.")
     cases = [case_of(file) for file in files[: 4 if options.quick else None]]
     lines = list(summary(cases))
     print("\n".join(lines))
