@@ -1,0 +1,120 @@
+"""The gateway's process beside its server: which of them starts first, dies, and comes back. The engine is a TEST DOUBLE."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pipeline.core.errors import ConfigError, MissingToolError, StageError
+from pipeline.openai.process import beside
+from pipeline.triton import server
+from pipeline.triton.http import Endpoint
+from tests._utils import serving
+from tests._utils.gateway import MAX_QUEUE, ROOM, config, healthy, write_tokenizer
+
+try:
+    server.find_server(serving.serve_config().serve)
+except MissingToolError as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_gateway_outlives_its_server(tmp_path: Path) -> None:
+    """Started first, it says 503 until the model is there, breaks a stream off with an error, and goes on afterwards."""
+    port, tokenizer = free_port(), write_tokenizer(tmp_path / "tokenizer")
+    words = ["--grpc", f"127.0.0.1:{port}", "--model", "fake_r1", "--tokenizer", str(tokenizer), "--port", "0", "--workers", "2"]
+    process = subprocess.Popen([sys.executable, "-m", "pipeline.openai", *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    with openai.OpenAI(base_url=process.stdout.readline().split()[-1], api_key="any", max_retries=0, timeout=20) as client:
+        ask = {"model": "fake_r1", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 400}
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="does not answer") as caught:
+                client.chat.completions.create(**ask, stream=stream)
+            assert (caught.value.status_code, caught.value.code) == (503, "server_unavailable")
+        serve = serving.serve_config(grpc_port=port, max_queue=MAX_QUEUE)
+        engine = serving.write_fake_engine(tmp_path / "engine", step_seconds=0.004, max_seq_len=ROOM, num_pages=257)
+        repository = serving.package_engine(engine, tmp_path / "package", serve, serving.FAKE_RUNTIME)
+        for _ in range(2):
+            with server.start(serve.serve, repository) as started:
+                serving.wait(lambda: not fails(client, ask | {"max_tokens": 3}))
+                assert healthy(client)
+                chunks = iter(client.chat.completions.create(**ask, stream=True))
+                next(chunks)
+                os.killpg(started.process.pid, signal.SIGKILL)
+                with pytest.raises(openai.APIError):
+                    list(chunks)
+                assert not healthy(client)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+
+
+def test_a_model_whose_process_died_is_not_healthy(tmp_path: Path) -> None:
+    """Triton goes on to say that it is ready."""
+    serve = config(tokenizer=str(write_tokenizer(tmp_path / "tokenizer"))).serve
+    engine = serving.write_fake_engine(tmp_path / "engine")
+    repository = serving.package_engine(engine, tmp_path / "package", config(), serving.FAKE_RUNTIME)
+    with server.start(serve, repository) as started, beside(serve, started.endpoint, started.models, repository) as companion:
+        assert companion
+        with openai.OpenAI(base_url=companion.line.split()[-1], api_key="any", max_retries=0, timeout=20) as client:
+            assert healthy(client)
+            ask = {"model": "fake_r1", "max_tokens": 2}
+            with ThreadPoolExecutor(1) as pool:
+                killer = pool.submit(lambda: client.completions.create(**ask, prompt="\x02"))
+                serving.wait(lambda: not answers(client, ask), 15)
+                with pytest.raises(openai.InternalServerError, match="process died"):
+                    killer.result()
+            assert started.endpoint.ready() and not healthy(client)
+
+
+def answers(client: openai.OpenAI, ask: dict[str, Any]) -> bool:
+    """Whether the model's process seems to live; a request that was there when it died is one more that waits for ever."""
+    try:
+        client.with_options(timeout=3).completions.create(**ask, prompt="a")
+    except openai.APITimeoutError:
+        return True
+    except openai.InternalServerError as error:
+        assert "not healthy" in error.message and error.status_code == 500
+        return False
+    return True
+
+
+def fails(client: openai.OpenAI, ask: dict[str, Any]) -> bool:
+    try:
+        client.chat.completions.create(**ask)
+    except openai.InternalServerError:
+        return True
+    return False
+
+
+def test_what_cannot_be_started_or_has_ended_is_said(tmp_path: Path) -> None:
+    nowhere = Endpoint("127.0.0.1", 1, 1, 1)  # it is not asked before the first client comes
+
+    def start(**serve: Any) -> None:
+        with beside(config(**serve).serve, nowhere, ["fake_r1"], tmp_path):
+            pass
+
+    with pytest.raises(ConfigError, match="environment variable NO_SUCH_KEY"):
+        start(openai_api_key_env="NO_SUCH_KEY")
+    with pytest.raises(ConfigError, match=r"has a tokenizer.json: name its folder as serve.tokenizer=DIR"):
+        start()
+    with beside(config(tokenizer=str(write_tokenizer(tmp_path))).serve, nowhere, ["fake_r1"], tmp_path) as companion:
+        assert companion
+        companion.require_alive()
+        companion.process.kill()
+        companion.process.wait()
+        with pytest.raises(StageError, match="gateway ended by itself with code -9"):
+            companion.require_alive()
