@@ -16,7 +16,10 @@ from pipeline.planner.memory import RankMemory, memory_of, tokens_per_block
 from pipeline.planner.policy import num_gpus
 from pipeline.planner.setup import Layout, Setup, divides
 
-__all__ = ["FRACTIONS", "Choice", "Decision", "choose", "fractions", "gpu_counts", "moe_backend", "rank_limits", "size"]
+__all__ = [
+    "FRACTIONS", "Choice", "Decision", "choose", "fraction_decision", "fractions", "gpu_counts", "moe_backend",
+    "rank_limits", "size",
+]  # fmt: skip
 
 RECIPES = "NVIDIA/TensorRT-LLM examples/configs"
 
@@ -141,8 +144,18 @@ def _sized(case: Case, layout: Layout, fraction: float) -> Choice:
         setup=setup,
         memory=memory,
         sequences=sequences,
-        decisions=(mtp, moe, *rank_limits(case, layout, batch, tokens)),
+        decisions=(mtp, moe, fraction_decision(case, fraction, batch), *rank_limits(case, layout, batch, tokens)),
     )
+
+
+def fraction_decision(case: Case, fraction: float, batch: int) -> Decision:
+    """The cache's share of what is free after loading."""
+    reason = f"the least of {', '.join(map(str, FRACTIONS))} with room for {batch} requests a rank"
+    if case.trtllm.free_gpu_memory_fraction is not None:
+        reason = "asked for: engine.trtllm.free_gpu_memory_fraction"
+    elif case.concurrency and fraction == FRACTIONS[-1]:
+        reason = f"the largest of {', '.join(map(str, FRACTIONS))}: less holds fewer of the requests"
+    return Decision("free_gpu_memory_fraction", fraction, reason, RECIPES)
 
 
 def gpu_counts(limit: int) -> list[int]:

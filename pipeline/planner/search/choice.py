@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.planner.case import Case
-from pipeline.planner.choose import FRACTIONS, RECIPES, Choice, Decision, moe_backend, rank_limits
+from pipeline.planner.choose import Choice, Decision, fraction_decision, moe_backend, rank_limits
 from pipeline.planner.memory import memory_of
 from pipeline.planner.perf import Machine, ablate
 from pipeline.planner.search import Found, Point, Split
@@ -39,16 +39,10 @@ def choice_of(case: Case, found: Found) -> Choice:
         moe_backend(case, setup.layout),
         Decision("max_batch_size", setup.max_batch_size, f"per rank: {why['concurrency']}", MODEL),
         Decision("max_num_tokens", setup.max_num_tokens, f"per rank: {why['max_num_tokens']}", MODEL),
-        Decision("free_gpu_memory_fraction", setup.fraction, _fraction(case, best), f"{RECIPES}; {MODEL}"),
+        fraction_decision(case, setup.fraction, setup.max_batch_size),
         *fixed,
     )
     return Choice(setup=setup, memory=memory, sequences=best.candidate.sequences, decisions=decisions)
-
-
-def _fraction(case: Case, best: Point) -> str:
-    if case.trtllm.free_gpu_memory_fraction is not None:
-        return "asked for: engine.trtllm.free_gpu_memory_fraction"
-    return f"the least of {', '.join(map(str, FRACTIONS))} with room for {best.setup.max_batch_size} requests a rank"
 
 
 def _instances(best: Point) -> str:

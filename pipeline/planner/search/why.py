@@ -25,6 +25,8 @@ CHOICES: dict[str, Callable[[Candidate], Any]] = {
 """What is searched, by name. A new dimension of the search is a row here."""
 NEARLY = 0.005
 """Differences of throughput that are not worth a word."""
+SAME_US = 5.0
+"""Differences of a term that are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ def _decided(scored: Scored, best: int, rival: int) -> str:
     ours, theirs = (_per_token(point) for point in (one, two))
     name = max(sorted(ours.keys() | theirs.keys()), key=lambda term: abs(theirs.get(term, 0.0) - ours.get(term, 0.0)))
     change = theirs.get(name, 0.0) - ours.get(name, 0.0)
+    if abs(change) < SAME_US:
+        return "its step takes as long"
     return f"{name.replace('_', ' ')} {change / 1e3:+.2f} ms a token there"
 
 
