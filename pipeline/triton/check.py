@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_repository"]
 
-FORBIDDEN_NOTES = ("triton/stray-file", "triton/no-config")
+FORBIDDEN_NOTES = ("triton/stray-file", "triton/no-config", "triton/placeholder-unset")
 """Harmless in anyone's repository, mistakes in one that was generated."""
 
 

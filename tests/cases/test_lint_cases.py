@@ -118,7 +118,7 @@ RULES: dict[str, tuple[str, str, str]] = {
     "triton-26": ("triton/memory-shared", WARNING, r"claimed 1\.\d+ times: 0\.7 of llm \+ 0\.9 of two"),
     "triton-27": ("engine/instances", ERROR, "2 instances, but the engine backend serves one"),
     "triton-28": ("engine/version", ERROR, r"built with TensorRT-LLM 1\.0\.0, and would be loaded by 1\.1\.0 \(Triton 25\.12\)"),
-    "triton-29": ("engine/guided", WARNING, "no guided_decoding_backend is set"),
+    "triton-29": ("engine/guided", NOTE, "no guided_decoding_backend is set"),
 }
 NO_FILE_SHOWS = (
     "trtllm-12", "trtllm-37", "triton-5", "triton-10", "triton-11", "triton-14", "triton-30", "triton-34", "triton-35",

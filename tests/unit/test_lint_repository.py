@@ -194,6 +194,29 @@ def test_a_good_repository_breaks_no_rule(base: str, settings: str, tmp_path: Pa
     assert lint([changed(tmp_path, base, {})], target_of(settings.split())).findings == ()
 
 
+SAMPLES: dict[str, dict[str, str]] = {
+    "Triton docs getting_started/llm.md": {
+        "tensorrt_llm/config.pbtxt": f'name: "tensorrt_llm"\nbackend: "python"\n{CPU}\n'
+        'input [{ name: "text_input" data_type: TYPE_STRING dims: [-1] }]\n'
+        'output [{ name: "text_output" data_type: TYPE_STRING dims: [-1] }]\n',
+        "tensorrt_llm/1/model.py": "class TritonPythonModel:\n    pass\n",
+        "tensorrt_llm/1/model.yaml": "model: nvidia/DeepSeek-R1-0528-FP4-V2\nbackend: pytorch\ntensor_parallel_size: 8\n"
+        "moe_expert_parallel_size: 8\nmax_seq_len: 4096\nmax_num_tokens: 8192\n"
+        "kv_cache_config:\n  free_gpu_memory_fraction: 0.7\ntriton_config:\n  max_batch_size: 0\n  decoupled: False\n",
+    },
+    "vllm_backend samples/model_repository": {
+        "vllm_model/config.pbtxt": 'backend: "vllm"\ninstance_group [{ count: 1 kind: KIND_MODEL }]\n',
+        "vllm_model/1/model.json": '{"model": "facebook/opt-125m", "gpu_memory_utilization": 0.5}\n',
+    },
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_published_sample_has_no_false_alarm(sample: str, tmp_path: Path) -> None:
+    found = lint([write(tmp_path, SAMPLES[sample])], target_of([])).findings
+    assert [finding for finding in found if finding.level != NOTE] == []
+
+
 @pytest.mark.parametrize(
     ("rule", "line"), [("triton/placeholder", 3), ("ensemble/version", 13), ("llmapi/decoupled", 5), ("vllm/tight", 2)]
 )

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 from tritonclient.grpc import model_config_pb2 as pb
 
-from pipeline.lint.base import ERROR, WARNING, Fault, Place, Rule
+from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Place, Rule
 from pipeline.lint.repository.subject import Model, tensors
 
 __all__ = ["RULES"]
 
 RUN = "seen on tritonserver 2.51.0"
-MUST_FILL = ("triton_backend", "engine_dir", "tokenizer_dir", "batching_strategy")
+MUST_FILL = ("triton_backend", "tokenizer_dir", "batching_strategy")
 """Quoted variables of NVIDIA's templates without which nothing works; others count as unset when they are not filled."""
 BACKENDS = (
     "python", "tensorrtllm", "vllm", "tensorrt", "onnxruntime", "pytorch", "openvino", "dali", "identity", "repeat", "square",
@@ -33,16 +33,21 @@ def _placeholder(model: Model) -> Iterator[Fault]:
             yield Fault(model.at(re.escape(item.text), item.text), reason)
 
 
+def _must_fill(model: Model) -> tuple[str, ...]:
+    """Other models name the engine's folder as well, for images only."""
+    return (*MUST_FILL, "engine_dir") if model.name == "tensorrt_llm" or model.config.backend == "tensorrtllm" else MUST_FILL
+
+
 def _required(model: Model) -> Iterator[Fault]:
     for item in model.placeholders:
-        if item.quoted and item.text.strip("${}") in MUST_FILL:
+        if item.quoted and item.text.strip("${}") in _must_fill(model):
             reason = f"{item.text} is a placeholder that nobody filled: the file parses, and the model fails or does nothing useful"
             yield Fault(model.at(re.escape(item.text), item.text), reason)
 
 
 def _unset(model: Model) -> Iterator[Fault]:
     for item in model.placeholders:
-        if item.quoted and item.text.strip("${}") not in MUST_FILL:
+        if item.quoted and item.text.strip("${}") not in _must_fill(model):
             reason = f"{item.text} is a placeholder that nobody filled: the server loads it as text, NVIDIA's backend as unset"
             yield Fault(model.at(re.escape(item.text), item.text), reason)
 
@@ -185,7 +190,7 @@ RULES: tuple[Rule[Model], ...] = (
     Rule("triton/placeholder", ERROR, _placeholder, FILL,
          "tensorrtllm_backend issues 210, 501, 250, 393; triton-inference-server/server issues 6813, 8592"),
     Rule("triton/placeholder-required", ERROR, _required, FILL, "NVIDIA/TensorRT-LLM issues 1995, 1803"),
-    Rule("triton/placeholder-unset", WARNING, _unset, "write its value, or remove the parameter",
+    Rule("triton/placeholder-unset", NOTE, _unset, "write its value, or remove the parameter",
          "tensorrtllm_backend docs/model_config.md"),
     Rule("triton/parse", ERROR, _parse, "correct the file, or package the model again", f"{PBTXT}; {RUN}"),
     Rule("triton/parameter-twice", ERROR, _twice, "keep one", "protobuf text format: the last key of a map wins"),

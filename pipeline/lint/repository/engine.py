@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from pipeline.core.errors import ConfigError
-from pipeline.lint.base import ERROR, WARNING, Fault, Rule
+from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Rule
 from pipeline.lint.document import Document, read_document
 from pipeline.lint.repository.subject import Model
 
@@ -111,7 +111,7 @@ def _misspelt(model: Model) -> Iterator[Fault]:
 
 
 def _engine_dir(model: Model) -> Iterator[Fault]:
-    if model.config.backend == "tensorrtllm" and not {"gpt_model_path", "engine_dir"} & model.parameters.keys():
+    if model.config.backend == "tensorrtllm" and not {"gpt_model_path", "engine_dir"} & set(model.config.parameters):
         yield Fault(model.at(r"\bparameters\b", "parameters.gpt_model_path"), "no gpt_model_path names the engine")
 
 
@@ -167,7 +167,7 @@ RULES: tuple[Rule[Model], ...] = (
     Rule("engine/batch", ERROR, _batch, "lower max_batch_size", "tensorrtllm_backend issue 130"),
     Rule("engine/version", ERROR, _version, "serve from the image that holds that release, or build again",
          "tensorrtllm_backend issues 531, 190, 235; NVIDIA/TensorRT-LLM issues 660, 1038; Triton server issue 8462"),
-    Rule("engine/guided", WARNING, _guided, "set guided_decoding_backend: xgrammar, or remove the inputs",
+    Rule("engine/guided", NOTE, _guided, "set guided_decoding_backend: xgrammar, or remove the inputs",
          "NVIDIA/TensorRT-LLM issues 2624, 7878"),
     Rule("engine/guided-tokenizer", ERROR, _tokenizer_info,
          "set xgrammar_tokenizer_info_path (C++) or tokenizer_dir (python)", DOCS),

@@ -23,6 +23,8 @@ from pipeline.lint.target import Target
 __all__ = ["Model", "Placeholder", "Repository", "open_repository", "tensors"]
 
 QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*')
+MOST_FILES = 50
+"""Of a model's code; NVIDIA's have up to 5."""
 PLACEHOLDER = re.compile(r"\$\{[^}\n]*}?")
 
 
@@ -128,9 +130,11 @@ class Model:
 
     @cached_property
     def code(self) -> dict[Path, ast.Module | SyntaxError]:
-        """Python files beside model.py of the newest version."""
+        """Python files beside model.py of the newest version, and one folder below (a checkpoint may bring its own)."""
         found: dict[Path, ast.Module | SyntaxError] = {}
-        for file in sorted(self.versions[-1].glob("*.py"))[:50] if self.versions else ():
+        newest = self.versions[-1:]
+        files = [file for folder in newest for pattern in ("*.py", "*/*.py") for file in sorted(folder.glob(pattern))]
+        for file in [file for file in files if file.parent.name != "checkpoint"][:MOST_FILES]:
             try:
                 with warnings.catch_warnings(action="ignore"):
                     found[file] = ast.parse(read_text(file), str(file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from typing import Any
@@ -40,6 +41,8 @@ KNOWN = (
     "device", "runner", "task", "model_impl", "logits_processors", "safetensors_load_strategy", "decode_context_parallel_size",
 )  # fmt: skip
 """Engine arguments of vLLM; it has more, so only near misses are told."""
+LONG = re.compile(r"deepseek|kimi|r1|v3|checkpoint|^[./]", re.IGNORECASE)
+"""Names of models whose own length does not fit, and folders, which may hold one."""
 TIGHT = 0.95
 """Share of a GPU above which activations and graphs have no room."""
 
@@ -138,7 +141,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _length(model: Model) -> Iterator[Fault]:
-    if model.engine_args is not None and not _args(model).get("max_model_len"):
+    named = str(_args(model).get("model", ""))
+    if LONG.search(named) and not _args(model).get("max_model_len"):
         reason = "max_model_len is left out: vLLM takes the model's (163,840 for DeepSeek-R1), and stops if that does not fit"
         yield Fault(_args(model).at("max_model_len"), reason)
 
