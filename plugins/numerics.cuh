@@ -12,6 +12,18 @@ __device__ __forceinline__ void wait_for_inputs() {
 #endif
 }
 
+// 16 bytes that are read once: not kept in L1, and whole 256 bytes at a time from memory.
+__device__ __forceinline__ uint4 load_once(const void* from) {
+#ifdef __CUDA_ARCH__
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+#else
+  return *(const uint4*)from;
+#endif
+}
+
 // The two BF16 of a word, the first in the lower half; exact.
 __device__ __forceinline__ float first_of(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float second_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
@@ -66,14 +78,13 @@ __device__ __forceinline__ float decode_e4m3(u32 code) {
   return (code & 0x7Fu) == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : value;
 }
 
-// float32 -> E2M1, ties to the even code, at most 6 in size (NaN too). Adding 2^22 rounds to halves, 2^23 to ones, 2^24 to
-// twos: the step of each range. Where a step is not a range's own, its code is the larger.
+// float32 -> E2M1, ties to the even code, at most 6 in size (NaN too). Adding 2^22 times the value's power of two (at least 1)
+// rounds to a mantissa of one bit, or to halves below 1; each power of two is two codes further.
 __device__ __forceinline__ u32 e2m1(float value) {
-  const float size = fabsf(value);
-  const u32 halves = __float_as_uint(size + 0x1p22f) - 0x4A800000u;
-  const u32 ones = __float_as_uint(size + 0x1p23f) - (0x4B000000u - 2u);
-  const u32 twos = __float_as_uint(size + 0x1p24f) - (0x4B800000u - 4u);
-  return min(min(halves, ones), min(twos, 7u)) | __float_as_uint(value) >> 31 << 3;
+  const float size = fminf(fabsf(value), 6.f);
+  const u32 power = max(__float_as_uint(size) & 0x7F800000u, 0x3F800000u), large = power + (22u << 23);
+  const u32 steps = __float_as_uint(size + __uint_as_float(large)) - large;
+  return (steps + (power >> 22) - 254u) | (__float_as_uint(value) >> 28 & 8u);
 }
 
 __device__ __forceinline__ float decode_e2m1(u32 code) {

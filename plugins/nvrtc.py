@@ -27,8 +27,10 @@ FLAGS = ("--std=c++17",)
 INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
 STATIC_SHARED = 48 << 10
 """More shared memory than this a kernel must be allowed."""
-TENSOR_MAP, BFLOAT16_MAP, SWIZZLE_128B, PROMOTE_256B = 128, 9, 3, 3
-"""sizeof(CUtensorMap), and of its enumerations: BFLOAT16, SWIZZLE_128B, L2_PROMOTION_L2_256B"""
+TENSOR_MAP, PROMOTE_256B = 128, 3
+"""sizeof(CUtensorMap); CU_TENSOR_MAP_L2_PROMOTION_L2_256B"""
+TENSOR_MAP_KINDS = {1: (0, 0), 2: (9, 3)}
+"""Of elements of 1 and 2 bytes: CU_TENSOR_MAP_DATA_TYPE_UINT8 or _BFLOAT16, _SWIZZLE_NONE or _128B"""
 PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 MAX_DYNAMIC_SHARED = 8
@@ -115,18 +117,19 @@ def aligned(tensor: Any) -> Any:
 
 
 def tensor_map(matrix: Any, rows: int) -> Any:
-    """CUtensorMap of a BF16 matrix [R, C] for TMA copies of `rows` x 64, 128-byte swizzled: a kernel's argument, by value."""
-    return _tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0) * 2, rows)
+    """CUtensorMap of a matrix [R, C] for TMA copies of `rows` x 64, swizzled by 128 bytes if BF16: a kernel argument, by value."""
+    return _tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0), matrix.element_size(), rows)
 
 
 @functools.lru_cache(maxsize=1024)
-def _tensor_map(pointer: int, height: int, width: int, pitch: int, rows: int) -> Any:
+def _tensor_map(pointer: int, height: int, width: int, stride: int, element: int, rows: int) -> Any:
     space = (ctypes.c_ubyte * (2 * TENSOR_MAP))()
     encoded = (ctypes.c_ubyte * TENSOR_MAP).from_buffer(space, -ctypes.addressof(space) % TENSOR_MAP)
-    sizes, pitches = (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(pitch)
+    sizes, pitches = (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(stride * element)
     box, steps = (ctypes.c_uint32 * 2)(64, rows), (ctypes.c_uint32 * 2)(1, 1)
-    kinds = BFLOAT16_MAP, 2, ctypes.c_void_p(pointer), sizes, pitches, box, steps, 0, SWIZZLE_128B, PROMOTE_256B, 0
-    _ok(_driver().cuTensorMapEncodeTiled(encoded, *kinds), f"describe a [{height}, {width}] matrix for TMA")
+    kind, swizzle = TENSOR_MAP_KINDS[element]
+    described = kind, 2, ctypes.c_void_p(pointer), sizes, pitches, box, steps, 0, swizzle, PROMOTE_256B, 0
+    _ok(_driver().cuTensorMapEncodeTiled(encoded, *described), f"describe a [{height}, {width}] matrix for TMA")
     return encoded
 
 

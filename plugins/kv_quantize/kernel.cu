@@ -1,8 +1,9 @@
 // A KV cache to FP8 or INT8 with one scale a chunk of tokens; the scale is that of a quantile of the magnitudes.
 //
 // One CTA a chunk, its magnitudes (BF16 without sign: 15 bits, ordered as integers) in registers, two a word. The quantile is
-// found by bisection over the bits: how many magnitudes are at most `middle` is 15 counts and 15 sums over the CTA, with no
-// atomics, so that the result is one definite value. Compiled by NVRTC: CHUNK tokens of DIM values, THREADS, INT8.
+// found by bisection: how many magnitudes are above `middle` is a count and a sum over the CTA, with no atomics, so that the
+// result is one definite value. The same search over each thread's largest magnitude comes first and is cheap; the quantile is
+// not below what it finds. Compiled by NVRTC: CHUNK tokens of DIM values, THREADS, INT8.
 
 #include "../numerics.cuh"
 
@@ -11,15 +12,21 @@ constexpr u32 TOPS = 0x80008000u, SIZES = ~TOPS, ONES = 0x00010001u;
 
 static_assert(DIM % 8 == 0 && OWN * 4 < 0x4000, "a thread's counts must fit in 16 bits");
 
-__device__ __forceinline__ u32 block_sum(u32 value, u32 (&sums)[2][WARPS], int turn) {
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+// Sums and maxima over the CTA; `turn` alternates, so that a slow warp still finds what it must read.
+__device__ __forceinline__ u32 block_sum(u32 value, u32 (&sums)[2][WARPS], int& turn) {
+  value = __reduce_add_sync(~0u, value);
+  turn ^= 1;
   if (threadIdx.x % 32 == 0) sums[turn][threadIdx.x / 32] = value;
   __syncthreads();
-  u32 all = 0;
-#pragma unroll
-  for (int warp = 0; warp < WARPS; ++warp) all += sums[turn][warp];
-  return all;
+  return __reduce_add_sync(~0u, threadIdx.x % 32 < WARPS ? sums[turn][threadIdx.x % 32] : 0u);
+}
+
+__device__ __forceinline__ u32 block_top(u32 value, u32 (&sums)[2][WARPS], int& turn) {
+  value = __reduce_max_sync(~0u, value);
+  turn ^= 1;
+  if (threadIdx.x % 32 == 0) sums[turn][threadIdx.x / 32] = value;
+  __syncthreads();
+  return __reduce_max_sync(~0u, sums[turn][threadIdx.x % WARPS]);
 }
 
 // Magnitudes of this thread that are above `middle`. (size | 0x8000) - (middle + 1) keeps bit 15 where size > middle.
@@ -36,11 +43,26 @@ __device__ __forceinline__ u32 above(const uint4 (&v)[OWN], u32 middle) {
 
 // Least magnitude that at most `over` of the CTA's are above.
 __device__ __forceinline__ u32 quantile_of(const uint4 (&v)[OWN], u32 over, u32 (&sums)[2][WARPS]) {
-  u32 found = 0;
+  int turn = 0;
+  u32 own = 0;
+#pragma unroll
+  for (int i = 0; i < OWN; ++i) own = max(own, top_of(v[i]));
+  const u32 top = block_top(own, sums, turn);
+  u32 low = 0, high = top;  // of the threads' largest: if more than `over` are above, so are more of all
 #pragma unroll 1
-  for (int bit = 14; bit >= 0; --bit)
-    if (block_sum(above(v, found + (1u << bit) - 1), sums, bit % 2) > over) found += 1u << bit;
-  return found;
+  while (low < high) {
+    const u32 middle = (low + high) / 2;
+    if (block_sum(own > middle, sums, turn) > over) low = middle + 1;
+    else high = middle;
+  }
+  high = top;
+#pragma unroll 1
+  while (low < high) {
+    const u32 middle = (low + high) / 2;
+    if (block_sum(above(v, middle), sums, turn) > over) low = middle + 1;
+    else high = middle;
+  }
+  return low;
 }
 
 __device__ __forceinline__ u32 code_pair(u32 pair, float inverse) {

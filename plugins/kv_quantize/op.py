@@ -20,7 +20,7 @@ from plugins.nvrtc import Source, aligned
 __all__ = ["kv_dequantize", "kv_quantize"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"))
-MAX_CHUNK, VALUES_A_THREAD = 65536, 64
+MAX_CHUNK, VALUES_A_THREAD = 65536, 96
 
 
 @torch.library.custom_op("r1_pipeline::kv_quantize", mutates_args=(), device_types="cuda")
@@ -36,7 +36,7 @@ def kv_quantize(x: Tensor, chunk: int, quantile: float = 0.999, int8: bool = Fal
 def launch(x: Tensor, codes: Tensor, scales: Tensor, chunk: int, quantile: float, overlap: bool = False) -> None:
     """The kernel alone. `overlap`: let it start while the kernel before it on the stream still runs."""
     tokens, dim = x.shape
-    threads = next(count for count in (128, 256, 512, 1024) if chunk * dim <= count * VALUES_A_THREAD or count == 1024)
+    threads = next(count for count in (128, 256, 384, 512, 768) if chunk * dim <= count * VALUES_A_THREAD)
     counts = chunk * dim, ((tokens - 1) % chunk + 1) * dim
     over = [count - reference.place(quantile, count) for count in counts]
     with torch.cuda.device(x.device):

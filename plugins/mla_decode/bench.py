@@ -19,14 +19,16 @@ SHAPES = ((1, 4096), (8, 4096), (32, 4096), (64, 1024), (64, 4096), (128, 1024),
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     """One query a sequence, all of one length, the pages of the cache in random order."""
-    for batch, length in SHAPES:
-        yield _row(bench, batch, length)
+    for fp8 in (False, True):
+        for batch, length in SHAPES:
+            yield _row(bench, batch, length, fp8)
 
 
-def _row(bench: Bench, batch: int, length: int) -> dict[str, Any]:
+def _row(bench: Bench, batch: int, length: int, fp8: bool) -> dict[str, Any]:
     pages = length // PAGE
     q = torch.randn(batch, 1, HEADS, op.DIM, device="cuda", dtype=torch.bfloat16)
     cache = torch.randn(batch * pages, PAGE, op.DIM, device="cuda", dtype=torch.bfloat16)
+    cache = cache.to(op.FP8) if fp8 else cache
     table = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
     lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
     few = slice(0, 4)
@@ -34,20 +36,20 @@ def _row(bench: Bench, batch: int, length: int) -> dict[str, Any]:
     out, lse = q.new_full((*q.shape[:3], op.LATENT), torch.nan), torch.empty(q.shape[:3], device="cuda")
 
     def eager() -> Tensor:
-        rows = cache[table.long()].flatten(1, 2)
+        rows = cache.bfloat16()[table.long()].flatten(1, 2)
         weights = (q[:, 0] @ rows.transpose(1, 2) * SCALE).softmax(-1)
         return weights @ rows[..., : op.LATENT]
 
     flops = 2 * batch * HEADS * length * (op.DIM + op.LATENT)
     row = bench.row(
         "mla_decode",
-        {"batch": batch, "length": length, "cache": "bf16"},
+        {"batch": batch, "length": length, "cache": "fp8" if fp8 else "bf16"},
         lambda overlap: op.launch(q, cache, table, lengths, out, lse, SCALE, overlap=overlap),
         error=lambda: relative(out[few], wanted),
         eager=eager,
-        peers=_peers(q, cache, table, lengths),
-        right=lambda found: relative(found.view(out.shape)[few], wanted) < 1e-2,
-        moved=cache.numel() * 2 + (q.numel() + out.numel()) * 2,
+        peers=_fp8_peers(q, cache, table, lengths) if fp8 else _peers(q, cache, table, lengths),
+        right=lambda found: relative(found.view(out.shape)[few], wanted) < (0.1 if fp8 else 1e-2),
+        moved=cache.numel() * cache.element_size() + (q.numel() + out.numel()) * 2,
         flops=flops,
         calls=10,
     )
@@ -56,6 +58,21 @@ def _row(bench: Bench, batch: int, length: int) -> dict[str, Any]:
 
 def _peers(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> dict[str, Call]:
     return {"flash_mla": _flash_mla(q, cache, table, lengths), "flashinfer": _flashinfer(q, cache, table, lengths)}
+
+
+def _fp8_peers(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> dict[str, Call]:
+    """sgl-kernel's FlashMLA: its queries are FP8, too, and its products."""
+    state: list[Any] = []
+    codes, one = q.to(op.FP8), torch.ones(1, device="cuda")
+
+    def sgl() -> Tensor:
+        ops = torch.ops.sgl_kernel
+        if not state:
+            state.extend(ops.get_mla_decoding_metadata_dense_fp8(lengths, HEADS, 1))
+        rest = op.LATENT, lengths, table, SCALE, False, *state, one, one
+        return ops.fwd_kvcache_mla_fp8(codes, cache.unsqueeze(2), *rest)[0]
+
+    return {"sgl_flash_mla": sgl}
 
 
 def _flash_mla(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> Call:

@@ -13,7 +13,9 @@
 // loads for the next begin while sums are written.
 //
 // The cache's rows beyond a sequence may hold anything: masked scores are lowest, and rows are zeroed before they are weighed.
-// Compiled by NVRTC for sm_90a: HEADS (a multiple of 64, or fewer than 64), PAGE (a multiple of 64).
+// An FP8 cache (E4M3; its NaN is read as 480) arrives in the space of half as many bytes and is expanded to BF16, exactly, by the
+// four warps that are idle otherwise; its scale is the scores' and the sums'.
+// Compiled by NVRTC for sm_90a: HEADS (a multiple of 64, or fewer than 64), PAGE (a multiple of 64), FP8.
 
 #include "../numerics.cuh"
 #include "../wgmma.cuh"
@@ -22,13 +24,16 @@ constexpr int LATENT = 512, DIM = 576, TOKENS = 64, TILE = 64 * 128, TILES = DIM
 constexpr int BLOCK = TILES * TILE, CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr int OWN_HEADS = HEADS < 64 ? HEADS : 64;
 constexpr float NONE = -1e30f;  // the largest score of nothing
+constexpr int CONSUMER_REGISTERS = FP8 ? 216 : 240, PRODUCER_REGISTERS = FP8 ? 72 : 24;  // of the 3 * 168 that CTAs begin with
 
-enum Barrier { LARGEST_0 = 1, WEIGHTS_1, WEIGHTS_0, SUMS, CLEARED };  // of bar.sync; CLEARED and the next: a warpgroup's own
+static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168, "more registers than the CTA has would never come");
+
+enum Barrier { LARGEST_0 = 1, WEIGHTS_1, WEIGHTS_0, SUMS, CLEARED, READ = CLEARED + 2 };  // of bar.sync; CLEARED + w: one's own
 
 struct Shared {
   char q[BLOCK], keys[2][BLOCK];
   float tops[2][64], sums[2][64];
-  u64 q_full, q_empty, full[2][2], empty[2][2];  // of block 0 or 1, columns below 256 or from there on
+  u64 q_full, q_empty, full[2][2], empty[2][2], codes[2][2];  // of block 0 or 1, columns below 256 or from there on
 };
 
 struct Problem {
@@ -36,7 +41,7 @@ struct Problem {
   u16* out;           // BF16 [rows, LATENT], or
   float *part, *lse;  // F32 [rows, splits, LATENT] and [rows, splits], in powers of two
   int most_pages, q_tokens, splits, sequences;
-  float scale;
+  float scale, value_scale;
   __device__ __forceinline__ int tiles() const { return q_tokens * HEADS / OWN_HEADS; }
   __device__ __forceinline__ int pieces() const { return tiles() * splits * sequences; }
 };
@@ -57,15 +62,73 @@ struct Piece {
 // Which half of a block its rope tile is loaded and freed with: the half that the other warpgroup frees last.
 __device__ __forceinline__ constexpr int rope_half(int block) { return 1 - block; }
 
+// One thread: 64 columns a copy, when their last reader is done; FP8 codes into the first half of the space.
 __device__ __forceinline__ void load_half(Shared& shared, const TensorMap* cache, int block, int half, int row, u32 parity) {
+  constexpr int PIECE = FP8 ? TILE / 2 : TILE;
   const bool rope = half == rope_half(block);
-  u64* full = &shared.full[block][half];
+  u64* done = FP8 ? &shared.codes[block][half] : &shared.full[block][half];
   barrier_wait(&shared.empty[block][half], parity);
-  barrier_expect(full, (4 + rope) * TILE);
-  const u32 tiles = shared_address(shared.keys[block]);
+  barrier_expect(done, (4 + rope) * PIECE);
+  const u32 tiles = shared_address(shared.keys[block]) + 4 * half * TILE;
 #pragma unroll
-  for (int tile = 4 * half; tile < 4 * half + 4; ++tile) copy_tile(tiles + tile * TILE, cache, tile * 64, row, full);
-  if (rope) copy_tile(tiles + ROPE_TILE * TILE, cache, ROPE_TILE * 64, row, full);
+  for (int i = 0; i < 4; ++i) copy_tile(tiles + i * PIECE, cache, (4 * half + i) * 64, row, done);
+  if (rope) copy_tile(shared_address(shared.keys[block]) + ROPE_TILE * TILE, cache, ROPE_TILE * 64, row, done);
+}
+
+// Two E4M3 codes, by the bytes' places, to BF16: their bits are BF16's, 120 powers of two down.
+__device__ __forceinline__ u32 expanded(u32 codes, u32 places) {
+  const u32 bytes = __byte_perm(codes, 0, places);
+  u32 pair;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"((bytes & 0x80008000u) | (bytes & 0x7F007F00u) >> 4), "r"(0x7B807B80u));
+  return pair;
+}
+
+// Sixteen codes, the `index`-th of a tile (four a row), to where the matrix instructions look for them.
+__device__ __forceinline__ void store_expanded(char* tile, int index, uint4 v) {
+  const int line = index / 4, piece = index % 4 * 2;
+  const uint4 low = make_uint4(expanded(v.x, 0x1404), expanded(v.x, 0x3424), expanded(v.y, 0x1404), expanded(v.y, 0x3424));
+  const uint4 high = make_uint4(expanded(v.z, 0x1404), expanded(v.z, 0x3424), expanded(v.w, 0x1404), expanded(v.w, 0x3424));
+  *(uint4*)(tile + line * 128 + ((piece ^ line % 8) << 4)) = low;
+  *(uint4*)(tile + line * 128 + ((piece + 1 ^ line % 8) << 4)) = high;
+}
+
+// Four warps: a half's codes to BF16, in place: all are read before any is written.
+__device__ __forceinline__ void expand_half(Shared& shared, int block, int half, u32 parity) {
+  const bool rope = half == rope_half(block);
+  char* tiles = shared.keys[block] + 4 * half * TILE;
+  char* last = shared.keys[block] + ROPE_TILE * TILE;
+  const int thread = threadIdx.x % 128;
+  uint4 codes[8], rope_codes[2];
+  barrier_wait(&shared.codes[block][half], parity);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) codes[i] = *(const uint4*)(tiles + (i * 128 + thread) * 16);
+  if (rope) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rope_codes[i] = *(const uint4*)(last + (i * 128 + thread) * 16);
+  }
+  rendezvous(READ, 128);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) store_expanded(tiles + i / 2 * TILE, i % 2 * 128 + thread, codes[i]);
+  if (rope) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) store_expanded(last, i * 128 + thread, rope_codes[i]);
+  }
+  publish();
+  barrier_arrive(&shared.full[block][half]);
+}
+
+// A half that is free before the other of its block, of both blocks (`early`), or that other one.
+__device__ __forceinline__ void produce_halves(Shared& shared, const TensorMap* cache, bool early, int row0, int row1, u32 parity) {
+  const int half0 = early ? 0 : 1, half1 = 1 - half0;
+  if (threadIdx.x == CONSUMERS) {
+    load_half(shared, cache, 0, half0, row0, parity);
+    load_half(shared, cache, 1, half1, row1, parity);
+  }
+  if (FP8) {
+    __syncwarp();
+    expand_half(shared, 0, half0, parity ^ 1);
+    expand_half(shared, 1, half1, parity ^ 1);
+  }
 }
 
 __device__ __forceinline__ int cache_row(const int* pages, int block) {
@@ -73,8 +136,8 @@ __device__ __forceinline__ int cache_row(const int* pages, int block) {
   return pages[block / BLOCKS] * PAGE + block % BLOCKS * TOKENS;
 }
 
-// One thread: of each piece the queries, then blocks in pairs, each half when it is free. The last pair may lack its second
-// block, then the first is loaded again (and masked).
+// Of each piece the queries, then blocks in pairs, each half when it is free. The last pair may lack its second block, then the
+// first is loaded again (and masked).
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, const TensorMap* cache, const Problem& p) {
   u32 parity = 1, q_parity = 1;
 #pragma unroll 1
@@ -82,19 +145,19 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, cons
     const Piece piece(p, index);
     if (piece.begin >= piece.end) continue;
     const int* pages = p.pages + (size_t)piece.sequence * p.most_pages;
-    barrier_wait(&shared.q_empty, q_parity);
-    q_parity ^= 1;
-    barrier_expect(&shared.q_full, BLOCK);
+    if (threadIdx.x == CONSUMERS) {
+      barrier_wait(&shared.q_empty, q_parity);
+      barrier_expect(&shared.q_full, BLOCK);
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile)
-      copy_tile(shared_address(shared.q) + tile * TILE, q, tile * 64, piece.row, &shared.q_full);
+      for (int tile = 0; tile < TILES; ++tile)
+        copy_tile(shared_address(shared.q) + tile * TILE, q, tile * 64, piece.row, &shared.q_full);
+    }
+    q_parity ^= 1;
 #pragma unroll 1
     for (int first = piece.begin; first < piece.end; first += 2, parity ^= 1) {
       const int row0 = cache_row(pages, first), row1 = cache_row(pages, min(first + 1, piece.end - 1));
-      load_half(shared, cache, 0, 0, row0, parity);
-      load_half(shared, cache, 1, 1, row1, parity);
-      load_half(shared, cache, 0, 1, row0, parity);
-      load_half(shared, cache, 1, 0, row1, parity);
+      produce_halves(shared, cache, true, row0, row1, parity);
+      produce_halves(shared, cache, false, row0, row1, parity);
     }
   }
 }
@@ -282,7 +345,7 @@ __device__ __forceinline__ void write(Shared& shared, int w, int row, const floa
   for (int half = 0; half < 2; ++half) {
     const int line = row + 8 * half;
     if (line >= OWN_HEADS) continue;
-    const float all = some ? sum[half] + shared.sums[1 - w][line] : 0.f, factor = all > 0.f ? 1.f / all : 0.f;
+    const float all = some ? sum[half] + shared.sums[1 - w][line] : 0.f, factor = all > 0.f ? p.value_scale / all : 0.f;
     const size_t place = (size_t)(piece.row + line) * p.splits + piece.split;
     if (w == 0 && threadIdx.x % 4 == 0) p.lse[place] = all > 0.f ? top[half] * p.scale + log2f(all) : NONE;
     float* part = p.part + place * LATENT + 256 * w + threadIdx.x % 4 * 2;
@@ -337,23 +400,26 @@ __device__ __forceinline__ void consume(Shared& shared, const Problem& p) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 mla_decode(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap cache, const int* __restrict__ pages,
            const int* __restrict__ lengths, u16* __restrict__ out, float* __restrict__ part, float* __restrict__ lse,
-           int most_pages, int q_tokens, int splits, int sequences, float scale) {
+           int most_pages, int q_tokens, int splits, int sequences, float scale, float value_scale) {
   extern __shared__ char memory[];
   Shared& shared = *(Shared*)(memory + (-shared_address(memory) & 1023));
   if (threadIdx.x == 0) {
     barrier_init(&shared.q_full, 1), barrier_init(&shared.q_empty, CONSUMERS / 32);
-    for (int i = 0; i < 4; ++i) barrier_init(&shared.full[i / 2][i % 2], 1), barrier_init(&shared.empty[i / 2][i % 2], 4);
+    for (int i = 0; i < 4; ++i) {
+      barrier_init(&shared.full[i / 2][i % 2], FP8 ? 128 : 1), barrier_init(&shared.empty[i / 2][i % 2], 4);
+      barrier_init(&shared.codes[i / 2][i % 2], 1);
+    }
     publish();
   }
   __syncthreads();
   wait_for_inputs();
-  const Problem problem{pages, lengths, out, part, lse, most_pages, q_tokens, splits, sequences, scale};
+  const Problem problem{pages, lengths, out, part, lse, most_pages, q_tokens, splits, sequences, scale, value_scale};
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x == CONSUMERS) produce(shared, &q, &cache, problem);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
+    if (FP8 || threadIdx.x == CONSUMERS) produce(shared, &q, &cache, problem);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
     if (group == 0) consume<0>(shared, problem);
     else consume<1>(shared, problem);
   }

@@ -1,9 +1,10 @@
 """Latent attention over a paged cache as a torch op: CUDA runs the fastest implementation there is, CPU the reference.
 
-    out, lse = torch.ops.r1_pipeline.mla_decode(q, cache, table, lengths, scale, 512)
+    out, lse = torch.ops.r1_pipeline.mla_decode(q, cache, table, lengths, scale, 512, kv_scale)
 
-q BF16 [B, T, A, 576] (absorbed: latent | rope), cache BF16 [pages, page, 576], table I32 [B, P], lengths I32 [B], T queries a
-sequence of which the last is at its last token -> out BF16 [B, T, A, 512], lse F32 [B, T, A] (natural logarithm; -inf: no token).
+q BF16 [B, T, A, 576] (absorbed: latent | rope), cache BF16 or E4M3 [pages, page, 576] (times kv_scale), table I32 [B, P], lengths
+I32 [B], T queries a sequence of which the last is at its last token -> out BF16 [B, T, A, 512], lse F32 [B, T, A] (natural
+logarithm; -inf: no token). Products run in BF16 from either cache: FP8 halves its bytes, not the arithmetic.
 
 The kernel needs sm_90 (it is wgmma and TMA through and through), D = 576, L = 512, pages of a multiple of 64 tokens, and a
 multiple of 64 heads or fewer than 64; other cases are computed page by page in plain torch. A sequence is split among CTAs so
@@ -12,7 +13,6 @@ that the chip is full (`splits`); a second kernel joins them. Only `table` bound
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from pathlib import Path
 
@@ -28,6 +28,7 @@ __all__ = ["mla_decode"]
 SOURCE = Source(Path(__file__).with_name("kernel.cu"), specific=True)
 COMBINE = Source(Path(__file__).with_name("combine.cu"))
 DIM, LATENT, BLOCK = 576, 512, 64
+FP8 = torch.float8_e4m3fn
 THREADS, SHARED = 384, 3 * 9 * 8192 + 1024 + 128 + 1024
 """Threads of a CTA; bytes of its queries, two blocks of keys, row sums and barriers, and their alignment."""
 OVERHEAD = 1.5
@@ -37,14 +38,14 @@ LN2 = 0.6931471805599453
 
 @torch.library.custom_op("r1_pipeline::mla_decode", mutates_args=(), device_types="cuda")
 def mla_decode(
-    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int
+    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, kv_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """-> out BF16 [B, T, A, latent], lse F32 [B, T, A]"""
     _check(q, cache, table, lengths, latent)
     if not q.numel() or not has_kernel(q, cache, latent):
-        return _plain(q, cache, table, lengths, scale, latent)
+        return _plain(q, cache, table, lengths, scale, latent, kv_scale)
     out, lse = _outputs(q, latent)
-    launch(aligned(q), aligned(cache), aligned(table), aligned(lengths), out, lse, scale)
+    launch(aligned(q), aligned(cache), aligned(table), aligned(lengths), out, lse, scale, kv_scale)
     return out, torch.where(lse > -1e29, lse * LN2, -torch.inf)
 
 
@@ -56,6 +57,7 @@ def launch(
     out: Tensor,
     lse: Tensor,
     scale: float,
+    kv_scale: float = 1.0,
     splits: int | None = None,
     overlap: bool = False,
 ) -> None:
@@ -69,10 +71,10 @@ def launch(
         splits = best_splits(tiles * batch, -(-table.shape[1] * page // (2 * BLOCK)), _processors(q.device.index or 0))
     part, part_lse = (out, lse) if splits == 1 else _parts(q.device, rows, splits)
     maps = tensor_map(q.view(rows, DIM), BLOCK), tensor_map(cache.view(-1, DIM), BLOCK)
-    log2_scale = ctypes.c_float(scale / LN2)
+    scales = float(scale * kv_scale / LN2), float(kv_scale)
     with torch.cuda.device(q.device):
-        module = SOURCE.module(HEADS=heads, PAGE=page)
-        arguments = *maps, table, lengths, out, part, part_lse, table.shape[1], tokens, splits, batch, log2_scale
+        module = SOURCE.module(HEADS=heads, PAGE=page, FP8=int(cache.dtype == FP8))
+        arguments = *maps, table, lengths, out, part, part_lse, table.shape[1], tokens, splits, batch, *scales
         grid = (min(tiles * splits * batch, _processors(q.device.index or 0)), 1, 1)
         module.launch("mla_decode", grid, THREADS, *arguments, overlap=overlap, shared=SHARED)
         if splits > 1:
@@ -94,18 +96,22 @@ def has_kernel(q: Tensor, cache: Tensor, latent: int) -> bool:
     """Whether the kernel takes these shapes on this device."""
     heads, even = q.shape[2], cache.shape[1] % BLOCK == 0
     shapes = q.shape[3] == DIM and latent == LATENT and even and (heads % BLOCK == 0 or heads < BLOCK)
-    return shapes and cache.dtype == torch.bfloat16 and torch.cuda.get_device_capability(q.device) == (9, 0)
+    return shapes and torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
 @mla_decode.register_fake
-def _(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, kv_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     return _outputs(q, latent)
 
 
 @mla_decode.register_kernel("cpu")
-def _plain(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int) -> tuple[Tensor, Tensor]:
+def _plain(
+    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, kv_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     _check(q, cache, table, lengths, latent)
-    out, lse = reference.mla_decode(q, cache, table, lengths, scale, latent)
+    out, lse = reference.mla_decode(q, cache, table, lengths, scale, latent, kv_scale)
     return out.bfloat16(), lse.float()
 
 
@@ -119,9 +125,11 @@ def _parts(device: torch.device, rows: int, splits: int) -> tuple[Tensor, Tensor
 
 
 def _check(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, latent: int) -> None:
-    if q.dim() != 4 or cache.dim() != 3 or q.shape[3] != cache.shape[2] or {q.dtype, cache.dtype} != {torch.bfloat16}:
+    if q.dim() != 4 or cache.dim() != 3 or q.shape[3] != cache.shape[2] or q.dtype != torch.bfloat16:
         found = f"q is {q.dtype} {list(q.shape)}, cache {cache.dtype} {list(cache.shape)}"
         raise ConfigError(f"{found}: they must be bfloat16 [B, T, A, D] and [pages, page, D].")
+    if cache.dtype not in (torch.bfloat16, FP8):
+        raise ConfigError(f"cache is {cache.dtype}: it must be bfloat16 or float8_e4m3fn.")
     if (table.dtype, lengths.dtype) != (torch.int32, torch.int32) or len(table) != len(q) or lengths.shape != (len(q),):
         found = f"table is {table.dtype} {list(table.shape)}, lengths {lengths.dtype} {list(lengths.shape)}"
         raise ConfigError(f"{found}: they must be int32 [{len(q)}, P] and [{len(q)}].")

@@ -13,14 +13,16 @@ from torch import Tensor
 __all__ = ["mla_decode"]
 
 
-def mla_decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int) -> tuple[Tensor, Tensor]:
+def mla_decode(
+    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, kv_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """q [B, T, A, D], cache [pages, page, D], table [B, P], lengths [B] -> out F64 [B, T, A, latent], lse F64 [B, T, A].
 
-    Nothing to see: zeros, and a logarithm of the sum of -inf.
+    The cache's elements stand for themselves times kv_scale. Nothing to see: zeros, and a logarithm of the sum of -inf.
     """
     outs, sums = [], []
     for queries, pages, length in zip(q.double(), table.long(), lengths.tolist(), strict=True):
-        rows = cache[pages[: -(-length // cache.shape[1])]].flatten(0, 1)[:length].double()
+        rows = cache[pages[: -(-length // cache.shape[1])]].flatten(0, 1)[:length].double() * kv_scale
         scores = queries @ rows.t() * scale  # [T, A, S]
         last = torch.arange(length - len(queries), length, device=q.device).view(-1, 1, 1)
         scores = scores.masked_fill(torch.arange(length, device=q.device) > last, float("-inf"))

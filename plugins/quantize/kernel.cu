@@ -16,7 +16,7 @@ __device__ __forceinline__ void load(uint4 (&v)[UNROLL], const uint4* x, u32 fir
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
     v[i] = make_uint4(0, 0, 0, 0);
-    if (first + i * THREADS < pieces) v[i] = x[first + i * THREADS];
+    if (first + i * THREADS < pieces) v[i] = load_once(x + first + i * THREADS);
   }
 }
 
@@ -84,21 +84,25 @@ __device__ __forceinline__ u32 scale_word(u32 row, u32 quad, u32 stride) {
 extern "C" __global__ void __launch_bounds__(THREADS)
 nvfp4_quantize(const uint4* __restrict__ x, const float* __restrict__ input_scale, u32* __restrict__ codes,
                u32* __restrict__ scales, u32 pieces, u32 padding, u32 code_stride, u32 scale_stride) {
+  __shared__ float inverses[128];  // of each block scale times the tensor's
   const u32 first = first_piece();
   uint4 v[UNROLL];
   wait_for_inputs();
   load(v, x, first, pieces);
-  const float scale_2 = *input_scale, sixth = __fmul_rn(6.f, scale_2);
+  const float scale_2 = *input_scale, sixth = __fdiv_rn(1.f, __fmul_rn(6.f, scale_2));
+  for (int code = threadIdx.x; code < 128; code += THREADS)
+    inverses[code] = __fdiv_rn(1.f, __fmul_rn(decode_e4m3(code), scale_2));
+  __syncthreads();
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
     const u32 piece = first + i * THREADS, row = piece / ROW, column = piece % ROW;
-    const float wanted = __fdiv_rn(__uint_as_float(group_top<2>(top_of(v[i])) << 16), sixth);
-    const u32 code = wanted == 0.f ? 0x38u : max(e4m3(wanted), 1u);  // 1 for a group of zeros
+    const float wanted = __uint_as_float(group_top<2>(top_of(v[i])) << 16) * sixth;
+    const u32 code = wanted == 0.f ? 0x38u : max(e4m3_pair(wanted, 0.f), 1u);  // 1 for a group of zeros
     u32 quad_scales = code << threadIdx.x % 8 / 2 * 8;
     quad_scales |= __shfl_xor_sync(~0u, quad_scales, 2);
     quad_scales |= __shfl_xor_sync(~0u, quad_scales, 4);
     if (piece < pieces) {
-      const float inverse = __fdiv_rn(1.f, __fmul_rn(decode_e4m3(code), scale_2));
+      const float inverse = inverses[code];
       const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
       u32 eight = 0;
 #pragma unroll

@@ -165,7 +165,7 @@ def _launch(name: str, elements: int, *arguments: Tensor | int, columns: int, mo
     pieces = elements // PIECE
     tensor = next(value for value in arguments if isinstance(value, Tensor))
     with torch.cuda.device(tensor.device):
-        unroll = next((count for count in (4, 2) if pieces >= count * FULL and count <= most), 1)
+        unroll = next((count for count in (2,) if pieces >= count * FULL and count <= most), 1)
         grid = (-(-pieces // (THREADS * unroll)), 1, 1)
         module = SOURCE.module(COLUMNS=columns, UNROLL=unroll, THREADS=THREADS)
         module.launch(name, grid, THREADS, *arguments, overlap=overlap)

@@ -3,11 +3,11 @@
 FP8, groups of 128 along a row (amax: a group's largest magnitude, at least 2^-33):
     scale = amax / 448            code = e4m3(x * (448 / amax))
 NVFP4, groups of 16, with a static `input_scale` for the whole tensor (calibrated amax / 2688):
-    scale = e4m3(amax / (6 * input_scale)), clamped to [2^-9, 448]; 1 for a group of zeros
+    scale = e4m3(amax * (1 / (6 * input_scale))), clamped to [2^-9, 448]; 1 for a group of zeros
     code  = e2m1(x * (1 / (scale * input_scale)))
 Both round to nearest, ties to even, and saturate. A NaN makes its group NaN when it is dequantised. Infinity makes a group of
-FP8 NaN, in NVFP4 it saturates. A product by a reciprocal, as in TensorRT-LLM's quantisers, and not `pipeline.formats.nvfp4`'s
-division: codes differ from it in rare ties.
+FP8 NaN, in NVFP4 it saturates. Products by reciprocals, as in TensorRT-LLM's quantisers, and not `pipeline.formats.nvfp4`'s
+divisions: codes and scales differ from it in rare ties.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def fp8_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 def nvfp4_quantize(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
     """x BF16 [N, K] -> codes U8 [N, K/2], the even element in the low nibble, and scales E4M3 [N, K/16]"""
     groups = x.float().unflatten(-1, (-1, NVFP4_GROUP))
-    wanted = groups.abs().amax(-1) / (6 * input_scale)
+    wanted = groups.abs().amax(-1) * (1 / (6 * input_scale))
     scales = wanted.masked_fill(wanted == 0, 1.0).clamp(2.0**-9, 448).to(FP8)
     codes = e2m1(groups * (1 / (scales.float() * input_scale)).unsqueeze(-1)).flatten(-2)
     return codes[..., 0::2] | codes[..., 1::2] << 4, scales

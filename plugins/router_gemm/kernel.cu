@@ -10,8 +10,8 @@
 //
 // Weights do not depend on the kernel before: with programmatic dependent launch they are loaded while it still runs.
 //
-// Compiled by NVRTC for one shape: HIDDEN and EXPERTS; TOKENS, or TOKEN_TILES (of 8), SPLIT, WARPS and EXPERT_TILES; BF16_OUT.
-// Needs sm_90.
+// Compiled by NVRTC for one shape: HIDDEN and EXPERTS; TOKENS, or TOKEN_TILES (of 8) and WARPS with SPLIT and EXPERT_TILES or with
+// DEPTH; BF16_OUT. Needs sm_90.
 
 #include "../numerics.cuh"
 
@@ -26,6 +26,13 @@ __device__ __forceinline__ Out rounded(float value) { return value; }
 #endif
 
 constexpr int LOADED = 8;  // elements that a lane loads at a time
+constexpr int CHUNK = 32;  // elements of HIDDEN that a warp takes at a time
+
+__device__ __forceinline__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 
 #ifdef TOKENS
 
@@ -73,19 +80,67 @@ router_gemm_few(const bf16* __restrict__ x, const bf16* __restrict__ weight, Out
   logits[(size_t)threadIdx.x * EXPERTS + blockIdx.x] = rounded(all);
 }
 
+#elif defined(DEPTH)
+
+// Many experts: a CTA takes 16 of them over all of HIDDEN, so that no cluster is needed; DEPTH chunks of a warp are on their way.
+constexpr int CHUNKS = HIDDEN / WARPS / CHUNK, OWN_TOKENS = 8 * TOKEN_TILES, SUMS = 16 * OWN_TOKENS;
+
+static_assert(CHUNKS * CHUNK * WARPS == HIDDEN && EXPERTS % 16 == 0 && DEPTH <= CHUNKS, "the shape must split evenly");
+
+// Beyond the last token that one again: its sums are not written.
+__device__ __forceinline__ void load_tokens(uint4 (&b)[TOKEN_TILES], const bf16* x, int row, int tokens) {
+#pragma unroll
+  for (int tile = 0; tile < TOKEN_TILES; ++tile) b[tile] = *(const uint4*)(x + (size_t)min(tile * 8 + row, tokens - 1) * HIDDEN);
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+router_gemm_wide(const bf16* __restrict__ x, const bf16* __restrict__ weight, Out* __restrict__ logits, int tokens) {
+  __shared__ float sums[WARPS][SUMS];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4;
+  const int begin = warp * CHUNKS * CHUNK + column * LOADED;
+  const bf16* w = weight + (size_t)(blockIdx.x * 16 + row) * HIDDEN + begin;
+  uint4 a[DEPTH][2], b[DEPTH][TOKEN_TILES];
+#pragma unroll
+  for (int i = 0; i < DEPTH; ++i) a[i][0] = load_once(w + i * CHUNK), a[i][1] = load_once(w + 8 * HIDDEN + i * CHUNK);
+  wait_for_inputs();
+#pragma unroll
+  for (int i = 0; i < DEPTH; ++i) load_tokens(b[i], x + begin + i * CHUNK, row, tokens);
+  float sum[TOKEN_TILES][4] = {};
+#pragma unroll
+  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+    const int slot = chunk % DEPTH;
+    const uint4 low = a[slot][0], high = a[slot][1];
+#pragma unroll
+    for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+      mma(sum[tile], low.x, high.x, low.y, high.y, b[slot][tile].x, b[slot][tile].y);
+      mma(sum[tile], low.z, high.z, low.w, high.w, b[slot][tile].z, b[slot][tile].w);
+    }
+    if (chunk + DEPTH < CHUNKS) {
+      const int next = (chunk + DEPTH) * CHUNK;
+      a[slot][0] = load_once(w + next), a[slot][1] = load_once(w + 8 * HIDDEN + next);
+      load_tokens(b[slot], x + begin + next, row, tokens);
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < TOKEN_TILES; ++tile)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)  // expert row or row + 8, token 2 * column or the next
+      sums[warp][(tile * 8 + column * 2 + i % 2) * 16 + row + i / 2 * 8] = sum[tile][i];
+  __syncthreads();
+  for (int i = threadIdx.x; i < SUMS; i += WARPS * 32) {
+    float all = sums[0][i];
+#pragma unroll
+    for (int other = 1; other < WARPS; ++other) all += sums[other][i];
+    if (i / 16 < tokens) logits[(size_t)(i / 16) * EXPERTS + blockIdx.x * 16 + i % 16] = rounded(all);
+  }
+}
+
 #else
 
-constexpr int CHUNK = 32;  // elements of HIDDEN that a warp takes at a time
 constexpr int CHUNKS = HIDDEN / SPLIT / WARPS / CHUNK;
 constexpr int OWN_EXPERTS = 16 * EXPERT_TILES, OWN_TOKENS = 8 * TOKEN_TILES, SUMS = OWN_EXPERTS * OWN_TOKENS;
 
 static_assert(CHUNKS * CHUNK * WARPS * SPLIT == HIDDEN && EXPERTS % OWN_EXPERTS == 0, "the shape must split evenly");
-
-__device__ __forceinline__ void mma(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // The cluster's barrier in two halves; between them other work may go on.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }

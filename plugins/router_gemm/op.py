@@ -26,6 +26,8 @@ SPLIT = 8
 CHUNK = 32
 FEW_TOKENS, FEW_THREADS = 2, 128
 """Up to these tokens a CTA an expert, without tensor cores, is faster."""
+WIDE, WIDE_WARPS, WIDE_DEPTH = 1024, 16, 4
+"""From these experts on, up to 16 tokens, CTAs need not share the sum over H; chunks that a warp has on their way."""
 
 
 @torch.library.custom_op("r1_pipeline::router_gemm", mutates_args=(), device_types="cuda")
@@ -53,6 +55,11 @@ def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> 
             module.launch("router_gemm_few", (experts, 1, 1), FEW_THREADS, x, weight, logits, overlap=overlap)
         return
     token_tiles = next(tiles for tiles in (1, 2, 4, 8) if tokens <= 8 * tiles)
+    if experts >= WIDE and token_tiles <= 2 and hidden % (WIDE_WARPS * CHUNK) == 0:
+        with torch.cuda.device(x.device):
+            module = SOURCE.module(WARPS=WIDE_WARPS, DEPTH=WIDE_DEPTH, TOKEN_TILES=token_tiles, **shape)
+            module.launch("router_gemm_wide", (experts // 16, 1, 1), 32 * WIDE_WARPS, x, weight, logits, tokens, overlap=overlap)
+        return
     most_warps, expert_tiles = (7, 2) if token_tiles < 8 else (4, 1)
     chunks = hidden // SPLIT // CHUNK
     warps = next(count for count in range(most_warps, 0, -1) if chunks % count == 0)

@@ -118,6 +118,9 @@ static inline void __syncwarp() { emulator::yield(); }
 static inline uint32_t __reduce_max_sync(unsigned, uint32_t v) {
   return emulator::over_warp(v, [](uint32_t a, uint32_t b) { return std::max(a, b); });
 }
+static inline uint32_t __reduce_add_sync(unsigned, uint32_t v) {
+  return emulator::over_warp(v, [](uint32_t a, uint32_t b) { return a + b; });
+}
 static inline uint32_t __ballot_sync(unsigned, bool v) {
   return emulator::over_warp(v ? 1u << (threadIdx.x & 31) : 0u, [](uint32_t a, uint32_t b) { return a | b; });
 }

@@ -19,7 +19,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, r
 SCALE = 0.07
 
 
-def case(device: str, lengths: list[int], heads: int, page: int = 64, queries: int = 1) -> list[torch.Tensor]:
+def case(
+    device: str, lengths: list[int], heads: int, page: int = 64, queries: int = 1, fp8: bool = False
+) -> list[torch.Tensor]:
     """q, cache, table and lengths; what is beyond a sequence's end in its last page, and every unused page, is NaN."""
     most = max(1, -(-max([*lengths, 1]) // page))
     q = torch.randn(len(lengths), queries, heads, op.DIM).bfloat16()
@@ -29,11 +31,12 @@ def case(device: str, lengths: list[int], heads: int, page: int = 64, queries: i
         for place, number in enumerate(row):
             here = min(max(length - place * page, 0), page)
             cache[number, :here] = torch.randn(here, op.DIM).bfloat16()
+    cache = cache.to(torch.float8_e4m3fn) if fp8 else cache
     return [tensor.to(device) for tensor in (q, cache, table, torch.tensor(lengths, dtype=torch.int32))]
 
 
-def check(found: tuple[torch.Tensor, torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    wanted, lse = reference.mla_decode(*inputs, SCALE, op.LATENT)
+def check(found: tuple[torch.Tensor, torch.Tensor], inputs: list[torch.Tensor], kv_scale: float = 1.0) -> None:
+    wanted, lse = reference.mla_decode(*inputs, SCALE, op.LATENT, kv_scale)
     assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
     torch.testing.assert_close(found[0].double(), wanted, rtol=2e-2, atol=8e-3)
     torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3)
@@ -46,16 +49,17 @@ def test_op_vs_reference(device: str) -> None:
         long = [1, 63, 64, 65, 128, 129, 1000, 4096, 0, 777]
         cases += [(long, 128, 64, 1), (long, 16, 64, 1), (long, 64, 128, 1), (long[:7], 128, 64, 2), ([4096] * 70, 128, 64, 1)]
     for lengths, heads, page, queries in cases:
-        inputs = case(device, lengths, heads, page, queries)
-        check(torch.ops.r1_pipeline.mla_decode(*inputs, SCALE, op.LATENT), inputs)
+        for fp8, kv_scale in ((False, 1.0), (True, 0.5)):
+            inputs = case(device, lengths, heads, page, queries, fp8)
+            check(torch.ops.r1_pipeline.mla_decode(*inputs, SCALE, op.LATENT, kv_scale), inputs, kv_scale)
 
 
 @pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 40])
 def test_any_split_gives_the_same(splits: int) -> None:
-    inputs = case("cuda", [4096, 1, 300, 0, 129, 1024], 128)
+    inputs = case("cuda", [4096, 1, 300, 0, 129, 1024], 128, fp8=splits == 3)
     out, lse = op._outputs(inputs[0], op.LATENT)
-    op.launch(*inputs, out.fill_(torch.nan), lse, SCALE, splits)
+    op.launch(*inputs, out.fill_(torch.nan), lse, SCALE, splits=splits)
     check((out, torch.where(lse > -1e29, lse * op.LN2, -torch.inf)), inputs)
 
 
@@ -83,7 +87,7 @@ def test_splits_fill_the_chip() -> None:
 
 
 def test_op_is_known_to_export() -> None:
-    torch.library.opcheck(op.mla_decode, (*case("cpu", [3, 70], 2), SCALE, op.LATENT))
+    torch.library.opcheck(op.mla_decode, (*case("cpu", [3, 70], 2), SCALE, op.LATENT, 1.0))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -15,14 +15,14 @@ from plugins import nvrtc  # noqa: E402
 SOURCES = sorted(Path(nvrtc.__file__).parent.glob("*/*.cu"))
 BUILDS = {
     "fused_qkv_a": [{"Q": 1536, "LATENT": 512, "ROPE": 64, "FP8": fp8} for fp8 in (0, 1)],
-    "mla_decode": [{"HEADS": heads, "PAGE": 64} for heads in (128, 16)],
-    "kv_quantize": [{"CHUNK": 64, "DIM": 576, "THREADS": 1024, "INT8": int8} for int8 in (0, 1)],
+    "mla_decode": [{"HEADS": heads, "PAGE": 64, "FP8": fp8} for heads, fp8 in ((128, 0), (16, 1))],
+    "kv_quantize": [{"CHUNK": 64, "DIM": 576, "THREADS": 384, "INT8": int8} for int8 in (0, 1)],
     "quantize": [{"COLUMNS": 7168, "UNROLL": count, "THREADS": 256} for count in (1, 4)],
     "nvfp4_convert": [{"EXACT": 0}, {"EXACT": 1}],
     "topk_router": [{"EXPERTS": 256, "GROUPS": 8, "KEPT": 4, "TOP_K": 8, "NORMALIZE": 1}],
     "router_gemm": [
         {"HIDDEN": 7168, "EXPERTS": 256, "TOKENS": 2, "BF16_OUT": 0},
-        {"HIDDEN": 7168, "EXPERTS": 2112, "TOKEN_TILES": 2, "SPLIT": 8, "WARPS": 7, "EXPERT_TILES": 2, "BF16_OUT": 1},
+        {"HIDDEN": 7168, "EXPERTS": 2112, "TOKEN_TILES": 2, "WARPS": 16, "DEPTH": 4, "BF16_OUT": 1},
         {"HIDDEN": 7168, "EXPERTS": 256, "TOKEN_TILES": 8, "SPLIT": 8, "WARPS": 4, "EXPERT_TILES": 1, "BF16_OUT": 0},
     ],
 }

@@ -127,7 +127,7 @@ def test_nvfp4_agrees_with_the_weight_format_but_for_ties() -> None:
     x, amax = inputs("random", (64, 1024)), 4.7
     stored = get_format("nvfp4").quantize(x.float().numpy(), amax=amax, input_scale=1.0)
     codes, scales = reference.nvfp4_quantize(x, torch.tensor([np.float32(amax) / np.float32(2688)]))
-    np.testing.assert_array_equal(scales.view(torch.uint8).numpy(), stored["weight_scale"].view(np.uint8))
+    assert (scales.view(torch.uint8).numpy() != stored["weight_scale"].view(np.uint8)).mean() < 1e-3
     assert (codes.numpy() != stored["weight"]).mean() < 1e-3
 
 
