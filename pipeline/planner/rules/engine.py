@@ -144,7 +144,7 @@ def _transfer(setup: Setup) -> str | None:
     if setup.transfer in (None, "DEFAULT", "NIXL"):
         return (
             "NIXL hangs for good where a completion notice is lost, and from 0.6 on needs a container of 1.2.0rc4 or later: "
-            "set cache_transceiver_config.kv_transfer_timeout_ms, and watch it."
+            "keep cache_transceiver_config.kv_transfer_timeout_ms set, and watch it."
         )
     return None
 
