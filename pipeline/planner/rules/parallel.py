@@ -92,7 +92,7 @@ def _nodes(setup: Setup) -> str | None:
         return None
     network = "" if world <= hw.nvlink_domain else f"; {world} GPUs exceed the NVLink domain of {hw.nvlink_domain}, so its"
     network += " collectives cross the network" if network else ""
-    return f"The instance spans {nodes} nodes: start tritonserver under trtllm-llmapi-launch on each{network}."
+    return f"The instance spans {nodes} nodes: start its ranks under trtllm-llmapi-launch, as launch/ of the package does{network}."
 
 
 def _idle(setup: Setup) -> str | None:
