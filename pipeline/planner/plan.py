@@ -169,8 +169,8 @@ def _notes(case: Case, found: Found | None, split: SplitChoice | None) -> list[s
     if found and not split and found.best.candidate.replicas > 1:
         count, gpus = found.best.candidate.replicas, found.best.setup.layout.world_size
         notes.append(
-            f"The speed is that of {count} servers, each with {gpus} GPU{'s' if gpus > 1 else ''} of its own: launch/ of the package "
-            f"starts them; on Kubernetes a Service spreads the requests, elsewhere put a balancer before them."
+            f"The speed is that of {count} servers, each with {gpus} GPU{'s' if gpus > 1 else ''} of its own: launch/ starts them; "
+            f"on Kubernetes a Service spreads the requests, elsewhere put a balancer before them."
         )
     notes += [case.precision_note] if case.precision_note else []
     if any(value is not None for value in asdict(case.limits).values()):
