@@ -34,7 +34,7 @@ def rows() -> list[Row]:
 
     tables: dict[str, Any] = {
         "LLM arguments": args.RULES,
-        "disaggregated servers": disaggregated.RULES,
+        "disaggregated servers": (*disaggregated.RULES, *disaggregated.PAIR_RULES),
         "Triton repository": (*repository.ROOT_RULES, *repository.MODEL_RULES),
         "checkpoint": checkpoint.RULES,
     }

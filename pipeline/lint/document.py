@@ -48,12 +48,13 @@ class Document:
         near = path
         while near and near not in self.lines:
             near = near.rpartition(".")[0]
-        return Place(self.file, self.lines.get(near), path)
+        return Place(self.file, self.lines.get(near) if near or self.values else None, path)
 
     def part(self, key: str) -> Document:
         """The table below `key`, with places in the same file; an empty one where there is none."""
         inner, prefix = self.values.get(key), f"{key}."
-        lines = {path.removeprefix(prefix): line for path, line in self.lines.items() if path.startswith(prefix)}
+        lines = {"": self.lines[key]} if key in self.lines else {}
+        lines |= {path.removeprefix(prefix): line for path, line in self.lines.items() if path.startswith(prefix)}
         twice = tuple(path.removeprefix(prefix) for path in self.twice if path.startswith(prefix))
         return Document(self.file, inner if isinstance(inner, dict) else {}, lines, twice)
 

@@ -82,6 +82,7 @@ def lint(paths: Iterable[Path], target: Target) -> Report:
         linted += artefacts
         for artefact in artefacts:
             found += _findings(artefact, _meant(artefact, target))
+    found += _instances(linted, target)
     if refusals and not linted:
         raise ConfigError("\n".join(refusals))
     ordered = sorted(_unique(found), key=lambda finding: ORDER.index(finding.level))
@@ -146,12 +147,27 @@ def _servers(document: Document, target: Target) -> Iterator[Finding]:
 
     servers = disaggregated.servers_of(document, target)
     yield from apply(disaggregated.RULES, servers, document.file)
+    yield from apply(disaggregated.PAIR_RULES, servers.sides, document.file)
     for args in servers.sides.values():
         yield from args_findings(args)
         if target.config is not None:
             from pipeline.lint.planned import findings
 
             yield from findings(args)
+
+
+def _instances(artefacts: list[Artefact], target: Target) -> Iterator[Finding]:
+    """Files of LLM arguments for prompts and for tokens that lie apart, as a bundle has them, held against each other."""
+    from pipeline.lint.args import disaggregated
+    from pipeline.lint.base import apply
+
+    sides = {}
+    for artefact in artefacts:
+        role = _role(artefact.document) if artefact.document and artefact.kind == "arguments" else "both"
+        names = [name for name, of in disaggregated.SECTIONS.items() if of == role]
+        sides |= {name: args_of(artefact.document, _meant(artefact, target), role) for name in names if artefact.document}
+    if len(sides) == len(disaggregated.SECTIONS):
+        yield from apply(disaggregated.PAIR_RULES, sides, artefacts[0].path)
 
 
 def _repository(folder: Path, only: str | None, target: Target) -> Iterator[Finding]:

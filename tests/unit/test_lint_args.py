@@ -265,10 +265,13 @@ def found(folder: Path, text: str, settings: str) -> dict[str, Finding]:
 
 
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
-    ids = [rule.id for rule in (*RULES, *disaggregated.RULES)]
+    ids = [rule.id for rule in (*RULES, *disaggregated.RULES, *disaggregated.PAIR_RULES)]
     assert set(ids) == CASES.keys() | DISAGGREGATED.keys()
     assert len(set(ids)) == len(ids)
-    assert all(rule.fix and rule.source and rule.level in (ERROR, WARNING, NOTE) for rule in (*RULES, *disaggregated.RULES))
+    assert all(
+        rule.fix and rule.source and rule.level in (ERROR, WARNING, NOTE)
+        for rule in (*RULES, *disaggregated.RULES, *disaggregated.PAIR_RULES)
+    )
 
 
 @pytest.mark.parametrize("rule", [*CASES, *DISAGGREGATED])
@@ -311,3 +314,19 @@ def test_a_name_of_an_old_guide_leads_to_the_new_one(text: str, tmp_path: Path) 
         if rule in ("args/renamed", "args/removed", "args/without-effect")
     ]
     assert any(LEGACY[text] in said for said in told), told or findings
+
+
+def test_addresses_alone_are_no_servers_without_arguments(tmp_path: Path) -> None:
+    """The file of a router, whose servers are started with files of their own."""
+    text = "hostname: a, port: 8000, context_servers: {num_instances: 2, urls: ['a:1', 'b:1']}, generation_servers: {urls: ['c:1']}"
+    assert found(tmp_path, text, "version=1.2") == {}
+
+
+def test_instances_with_files_of_their_own_are_held_against_each_other(tmp_path: Path) -> None:
+    for name, dtype in (("context", "fp8"), ("generation", "auto")):
+        (tmp_path / "instances" / name).mkdir(parents=True)
+        lines = ("tensor_parallel_size: 8", "disable_overlap_scheduler: true", "cache_transceiver_config: {backend: UCX}")
+        text = "\n".join([*lines, "kv_cache_config:", f"  dtype: {dtype}", ""])
+        (tmp_path / "instances" / name / "llm_args.yaml").write_text(text, encoding="utf-8")
+    (finding,) = lint([tmp_path], target_of(["version=1.2"])).findings
+    assert (finding.rule, finding.place.line, finding.place.file.parent.name) == ("disagg/alike", 5, "generation")
