@@ -15,7 +15,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 
 import aiohttp
@@ -162,7 +162,7 @@ async def _respond(request: web.Request, call: Request, run: Run, answer: Answer
     if call.stream:
         return await _stream(request, _events(run, answer, call.include_usage))
     choices = [Choice() for _ in range(run.choices)]
-    async with aclosing(run.items()) as items:  # type: ignore[type-var]
+    async with aclosing(run.items()) as items:
         async for number, item in items:
             if isinstance(item, End):
                 choices[number].finish_reason = item.finish_reason
@@ -171,23 +171,23 @@ async def _respond(request: web.Request, call: Request, run: Run, answer: Answer
     return web.json_response(answer.whole(choices, await run.counts()))
 
 
-async def _events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator[bytes]:
+async def _events(run: Run, answer: Answer, include_usage: bool) -> AsyncGenerator[bytes, None]:
     """The stream's bytes, from the first text on."""
     opened = set[int]()
-    async with aclosing(run.items()) as items:  # type: ignore[type-var]
+    async with aclosing(run.items()) as items:
         async for number, item in items:
             chunks = [] if number in opened else answer.opening(number)
             opened.add(number)
-            ended = isinstance(item, End)
-            chunks.append(answer.chunk(number, Delta() if ended else item, item.finish_reason if ended else None))
+            delta, reason = (Delta(), item.finish_reason) if isinstance(item, End) else (item, None)
+            chunks.append(answer.chunk(number, delta, reason))
             yield b"".join(map(event, chunks))
     if include_usage:
         yield event(answer.counts(await run.counts()))
     yield DONE
 
 
-async def _stream(request: web.Request, events: AsyncIterator[bytes]) -> web.StreamResponse:
-    async with aclosing(events):  # type: ignore[type-var]
+async def _stream(request: web.Request, events: AsyncGenerator[bytes, None]) -> web.StreamResponse:
+    async with aclosing(events):
         first = await anext(events)
         response = web.StreamResponse(headers=SSE | {"x-request-id": _public_id(request)})
         await response.prepare(request)

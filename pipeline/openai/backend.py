@@ -7,7 +7,8 @@ restart of it. A generation that its reader leaves is cancelled in Triton, which
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +97,7 @@ class Backend:
 
     async def generate(
         self, prompt: str, options: Mapping[str, Any], *, stream: bool, request_id: str
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """The pieces of one generation. Closing the iterator cancels what is not finished.
 
         Raises:
@@ -106,29 +107,31 @@ class Backend:
         wanted = {name: True for name in ("finish_reason", "count_prompt", "count_tokens") if model.dialect.has(name)}
         request = _request(model, prompt, {**options, **wanted, "stream": stream}, request_id)
         seen, counted = "", 0
-        async for outputs in self._responses(request, model.dialect.decoupled):
-            piece = _piece(outputs)
-            if model.cumulative and stream:
-                piece, seen = _only_new(piece, seen), piece.text or seen
-            if model.dialect.packed:  # vLLM counts each response alone
-                counted += piece.completion_tokens or 0
-                piece = _counting(piece, counted)
-            yield piece
+        async with aclosing(self._responses(request, model.dialect.decoupled)) as responses:
+            async for outputs in responses:
+                piece = _piece(outputs)
+                if model.cumulative and stream:
+                    piece, seen = _only_new(piece, seen), piece.text or seen
+                if model.dialect.packed:  # vLLM counts each response alone
+                    counted += piece.completion_tokens or 0
+                    piece = _counting(piece, counted)
+                yield piece
 
-    async def _responses(self, request: service_pb2.ModelInferRequest, decoupled: bool) -> AsyncIterator[dict[str, bytes]]:
+    async def _responses(self, request: service_pb2.ModelInferRequest, decoupled: bool) -> AsyncGenerator[dict[str, bytes], None]:
         try:
             if not decoupled:
                 yield outputs_of(await self._stub.ModelInfer(request, timeout=self.timeout))
                 return
-            async for outputs in self._stream(request):
-                yield outputs
+            async with aclosing(self._stream(request)) as stream:
+                async for outputs in stream:
+                    yield outputs
         except grpc.RpcError as error:
             code, details = error.code(), error.details()
             if code is grpc.StatusCode.UNAVAILABLE:
                 self._model = None  # the server may come back with another
             raise self._failure(code.name, details or code.name) from None
 
-    async def _stream(self, request: service_pb2.ModelInferRequest) -> AsyncIterator[dict[str, bytes]]:
+    async def _stream(self, request: service_pb2.ModelInferRequest) -> AsyncGenerator[dict[str, bytes], None]:
         call = self._stub.ModelStreamInfer(_once(request), timeout=self.timeout, metadata=STRICT)
         self._running.add(call)
         try:
@@ -183,7 +186,7 @@ class Backend:
         return is_cumulative(texts[1], "".join(texts[0]))
 
 
-async def _once(request: service_pb2.ModelInferRequest) -> AsyncIterator[service_pb2.ModelInferRequest]:
+async def _once(request: service_pb2.ModelInferRequest) -> AsyncGenerator[service_pb2.ModelInferRequest, None]:
     yield request
 
 

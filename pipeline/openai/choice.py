@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -36,13 +36,13 @@ class Plain:
 
 
 async def generation(
-    pieces: AsyncIterator[Piece],
+    pieces: AsyncGenerator[Piece, None],
     *,
     stops: Iterable[str],
     splitter: Splitter | Plain,
     max_tokens: int | None,
     count: Callable[[str], int],
-) -> AsyncIterator[Delta | End]:
+) -> AsyncGenerator[Delta | End, None]:
     """Deltas that are not empty, then the End. `count` estimates tokens of text where the model does not count.
 
     Stop words are looked for here too, although the engine was told them: some engines match tokens instead of text,
@@ -50,7 +50,7 @@ async def generation(
     """
     scanner, text, last = Scanner(stops), [], Piece()
     found = ""
-    async with aclosing(pieces):  # type: ignore[type-var]
+    async with aclosing(pieces):
         async for piece in pieces:
             last = _latest(last, piece)
             text.append(piece.text)

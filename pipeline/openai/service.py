@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +121,7 @@ class Service:
 
     async def start(
         self, call: Request, prompt: str, number: int, request_id: str, inside: bool | None
-    ) -> AsyncIterator[Delta | End]:
+    ) -> AsyncGenerator[Delta | End, None]:
         """One generation. `inside`: whether the prompt has opened a thought; None: do not look for thoughts."""
         model = await self.backend.model()
         most = await self.max_tokens(call, prompt, model)
@@ -142,7 +142,7 @@ class Run:
         self._prompts, self._ends = prompts, dict[int, End]()
         self.choices = len(prompts) * (call.n or 1)
 
-    async def items(self) -> AsyncIterator[Item]:
+    async def items(self) -> AsyncGenerator[Item, None]:
         """(choice, delta or end) in the order in which they come. Closing it cancels what still runs."""
         streams = [await self._start(number) for number in range(self.choices)]
         async with aclosing(_merge(streams)) as merged:
@@ -159,17 +159,17 @@ class Run:
             prompt_tokens += await self._service.count_prompt(prompt) if told is None else told
         return usage(prompt_tokens, sum(end.completion_tokens for end in self._ends.values()))
 
-    async def _start(self, number: int) -> AsyncIterator[Delta | End]:
+    async def _start(self, number: int) -> AsyncGenerator[Delta | End, None]:
         place, repeat = divmod(number, self._call.n or 1)
         return await self._service.start(self._call, self._prompts[place], repeat, f"{self._id}-{place}", self._inside)
 
 
-async def _merge(streams: list[AsyncIterator[Delta | End]]) -> AsyncIterator[Item]:
+async def _merge(streams: list[AsyncGenerator[Delta | End, None]]) -> AsyncGenerator[Item, None]:
     """All items of all streams. The first that fails ends the others."""
     if len(streams) == 1:
-        async with aclosing(streams[0]) as only:  # type: ignore[type-var]
-            async for item in only:
-                yield 0, item
+        async with aclosing(streams[0]) as only:
+            async for alone in only:
+                yield 0, alone
         return
     queue: asyncio.Queue[Item | Exception | None] = asyncio.Queue(maxsize=len(streams))
     tasks = [asyncio.create_task(_pump(number, stream, queue)) for number, stream in enumerate(streams)]
@@ -182,11 +182,11 @@ async def _merge(streams: list[AsyncIterator[Delta | End]]) -> AsyncIterator[Ite
                 yield item
 
 
-async def _pump(number: int, stream: AsyncIterator[Delta | End], queue: asyncio.Queue[Item | Exception | None]) -> None:
+async def _pump(number: int, stream: AsyncGenerator[Delta | End, None], queue: asyncio.Queue[Item | Exception | None]) -> None:
     """Put the items of one stream into the queue, and last None or what ended it."""
     end: Exception | None = None
     try:
-        async with aclosing(stream):  # type: ignore[type-var]
+        async with aclosing(stream):
             async for item in stream:
                 await queue.put((number, item))
     except Exception as error:  # whatever it is, the reader raises it
