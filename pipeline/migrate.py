@@ -1,11 +1,13 @@
 """Command `migrate`: a file of LLM arguments, rewritten for a version line, with what changed and what was left out.
 
-The text is YAML whose comments tell the story, so it can be piped as it is; with out= it is written there at once, or not at all.
+It may be one of `trtllm-serve disaggregated`, too, or a Triton model.yaml: what is no LLM argument there stays as it is. The text
+is YAML whose comments tell the story, so it can be piped as it is; with out= it is written there at once, or not at all.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +15,14 @@ from pipeline.config.engines import TrtllmEngineConfig
 from pipeline.core.errors import ConfigError, GateError
 from pipeline.core.events import Console
 from pipeline.core.jsonio import write_atomic
+from pipeline.engines.trtllm.arguments import Problem
 from pipeline.engines.trtllm.dialects import OWN, dialect, dialects
 from pipeline.engines.trtllm.llm_args import to_yaml
 from pipeline.engines.trtllm.migrate import Migration, migrate
-from pipeline.engines.trtllm.versions import version_line
-from pipeline.lint.document import read_document
+from pipeline.engines.trtllm.versions import VersionLine, version_line
+from pipeline.lint.args.disaggregated import OF_FILE, OF_SERVERS, SECTIONS
+from pipeline.lint.document import Document, read_document
+from pipeline.lint.names import OWN_KEYS
 
 if TYPE_CHECKING:
     from pipeline.cli import Options
@@ -29,8 +34,7 @@ def migrate_command(options: Options, console: Console) -> int:
     """0, or 4 where an argument had to be left out."""
     file, settings = _words(options.overrides)
     line = version_line(settings.get("version", TrtllmEngineConfig().version))
-    args = read_document(file).values
-    done = migrate(args, line, settings.get("from"))
+    done = migrated(read_document(file), line, settings.get("from"))
     text = text_of(done, file.name)
     if "out" in settings:
         _write(Path(settings["out"]), text)
@@ -38,6 +42,28 @@ def migrate_command(options: Options, console: Console) -> int:
         console.line(said)
     console.result({"command": "migrate", **plain(done)} if options.as_json else {})
     return GateError.exit_code if done.lost else 0
+
+
+def migrated(document: Document, line: VersionLine, source: str | None) -> Migration:
+    """The file's arguments and, in one of `trtllm-serve disaggregated`, those of each side."""
+    values = document.values
+    sides = {name: values[name] for name in SECTIONS if isinstance(values.get(name), Mapping)}
+    own = (*OF_FILE, *sides) if sides else OWN_KEYS
+    parts = {"": (own, values)} | {f"{name}.": (OF_SERVERS, table) for name, table in sides.items()}
+    done = Migration("", line.line)
+    sources = []
+    for prefix, (kept, table) in parts.items():
+        args = {key: value for key, value in table.items() if key not in kept}
+        part = migrate(args, line, source)
+        sources += [part.source] if args or not sides else []
+        whole = {key: value for key, value in table.items() if key in kept and key not in sides} | part.args
+        done.args |= {prefix.rstrip("."): whole} if prefix else whole
+        done.changes += [replace(item, path=f"{prefix}{item.path}", to=f"{prefix}{item.to}") for item in part.changes]
+        where = f"{prefix.rstrip('.')}: " if prefix else ""
+        done.lost += [replace(item, path=f"{prefix}{item.path}", message=f"{where}{item.message}") for item in part.lost]
+    done.source = " and ".join(dict.fromkeys(sources))
+    done.lost += [Problem(path, None, "value", f"{path} is given twice, and the last one counts") for path in document.twice]
+    return done
 
 
 def text_of(done: Migration, name: str) -> str:

@@ -156,7 +156,7 @@ class TestCommand:
         assert main(["migrate", str(file), "version=1.3"]) == 0
         text = capsys.readouterr().out
         assert yaml.safe_load(text)["speculative_config"] == {"decoding_type": "MTP", "max_draft_len": 3}
-        assert text.startswith("# old.yaml: migrated from TensorRT-LLM 1.2 to TensorRT-LLM 1.3\n# changed: ")
+        assert text.startswith("# old.yaml: migrated from TensorRT-LLM before 1.0 to TensorRT-LLM 1.3\n# changed: ")
 
     def test_it_writes_whole_files_and_says_what_was_left_out(self, tmp_path, capsys):
         file, out = tmp_path / "vllm.json", tmp_path / "new.yaml"
@@ -165,6 +165,32 @@ class TestCommand:
         assert "left out: swap_space has no equivalent" in capsys.readouterr().out
         assert yaml.safe_load(out.read_text())["max_seq_len"] == 8192 and "# left out: swap_space" in out.read_text()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["new.yaml", "vllm.json"]
+
+    def test_each_side_of_a_disaggregated_file(self, tmp_path, capsys):
+        """Its own keys, and those of each section, are no arguments and stay."""
+        file = tmp_path / "servers.yaml"
+        sides = {
+            "context_servers": {"num_instances": 2, "urls": ["a:1", "b:1"], "moe_backend": "TRTLLM", "nonsense": 1},
+            "generation_servers": {"num_instances": 1, "router": {"type": "round_robin"}, "tp_size": 8},
+        }
+        file.write_text(yaml.safe_dump({"hostname": "h", "port": 8000, "backend": "pytorch", "kv_cache_dtype": "fp8", **sides}))
+        assert main(["migrate", str(file)]) == 4
+        text = capsys.readouterr().out
+        assert yaml.safe_load(text) == {
+            "hostname": "h", "port": 8000, "backend": "pytorch", "kv_cache_config": {"dtype": "fp8"},
+            "context_servers": {"num_instances": 2, "urls": ["a:1", "b:1"], "moe_config": {"backend": "TRTLLM"}},
+            "generation_servers": {"num_instances": 1, "router": {"type": "round_robin"}, "tensor_parallel_size": 8},
+        }  # fmt: skip
+        assert "# left out: context_servers: nonsense is not an argument of TensorRT-LLM 1.2" in text
+        assert "from TensorRT-LLM before 1.0 and a command line of trtllm-serve to" in text
+
+    def test_a_model_yaml_keeps_what_is_triton_s_and_a_second_value_is_told(self, tmp_path, capsys):
+        file = tmp_path / "model.yaml"
+        file.write_text("triton_config: {decoupled: true}\nkv_cache_dtype: fp8\nmax_batch_size: 4\nmax_batch_size: 8\n")
+        assert main(["migrate", str(file)]) == 4
+        text = capsys.readouterr().out
+        wanted = {"triton_config": {"decoupled": True}, "kv_cache_config": {"dtype": "fp8"}, "max_batch_size": 8}
+        assert yaml.safe_load(text) == wanted and "max_batch_size is given twice, and the last one counts" in text
 
     def test_json(self, tmp_path, capsys):
         file = tmp_path / "args.yaml"

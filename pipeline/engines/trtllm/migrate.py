@@ -53,7 +53,7 @@ class Migration:
 def migrate(args: Args, line: VersionLine, source: str | None = None) -> Migration:
     """`args` in the names and values of `line`; `source` is their dialect, or "trtllm", where their own names do not tell."""
     foreign = dialect_of(args) if source is None else None if source == "trtllm" else source
-    done = Migration(dialect(foreign).title if foreign else f"TensorRT-LLM {_likely_line(args)}", line.line)
+    done = Migration(dialect(foreign).title if foreign else _own_source(args, line), line.line)
     moves = [move for path, value in _leaves(args, line) for move in _moves(done, path, value, args, foreign, line)]
     kinds = {move.to: str(move.new) for move in moves}
     for move in sorted(moves, key=lambda move: move.to.count(".")):  # a table that is null before what is in it
@@ -65,10 +65,15 @@ def migrate(args: Args, line: VersionLine, source: str | None = None) -> Migrati
     return done
 
 
-def _likely_line(args: Args) -> str:
-    """The newest line that finds least wrong with a file."""
-    lines = [version_line(name) for name in reversed(known_lines())]
-    return min(lines, key=lambda line: len(problems(args, line)) + len(notes(args, line))).line
+def _own_source(args: Args, wanted: VersionLine) -> str:
+    """The line that finds least wrong with a file, `wanted` or the newest; or TensorRT-LLM's dialect that no line takes."""
+    lines = [wanted, *(version_line(name) for name in reversed(known_lines()))]
+    line = min(lines, key=lambda line: len(problems(args, line)) + len(notes(args, line)))
+    odd = [problem.path.removeprefix(_OLD_SECTION) for problem in problems(args, line) if problem.kind in ("renamed", "removed")]
+    spoken = [name for name in OWN if any(_spelled(path, name) for path in odd)]
+    if _OLD_SECTION.rstrip(".") in args:
+        spoken = ["before_1_0"]
+    return dialect(spoken[0]).title if spoken else f"TensorRT-LLM {line.line}"
 
 
 @dataclass(frozen=True, slots=True)
