@@ -31,6 +31,8 @@ class ServeConfig:
     """Image that the launchers start instead; refused where its tag says that it holds another version of the engine."""
     claim: str | None = limited(None, plain=True)
     """Kubernetes: PersistentVolumeClaim that holds the package; null: the model's name and `-package`."""
+    rdma: str | None = limited(None, empty=False, hint="rdma/NAME, as the cluster's device plugin calls it")
+    """Kubernetes: resource that gives a pod its RDMA cards, where servers span nodes; null: none, traffic goes over TCP."""
     host: str = limited("127.0.0.1", empty=False, hint="127.0.0.1 is this machine alone, 0.0.0.0 every network of it")
     http_port: int = limited(8000, least=0, most=65535)
     grpc_port: int = limited(8001, least=0, most=65535)

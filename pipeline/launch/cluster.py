@@ -11,6 +11,10 @@ from pipeline.launch.script import Files, fill
 
 __all__ = ["mpi", "slurm"]
 
+RDMA = """# RDMA cards: enroot's hook gives a container none unless told to.
+export MELLANOX_VISIBLE_DEVICES=all
+"""
+
 
 def slurm(fleet: Fleet, base: Mapping[str, Any]) -> Files:
     """`slurm/`: an sbatch script with one srun a server; nothing where no container is known, or ranks are not MPI's."""
@@ -25,6 +29,7 @@ def slurm(fleet: Fleet, base: Mapping[str, Any]) -> Files:
             tasks=fleet.gpus_per_node,
             segment=_segment(fleet),
             image=f"{registry}#{rest}" if "." in registry else fleet.image,
+            rdma=RDMA if fleet.crosses_nodes else "",
             imex_mount=",/dev/nvidia-caps-imex-channels:/dev/nvidia-caps-imex-channels" if fleet.needs_imex else "",
             starts=_starts(fleet),
             router=_router(fleet, "slurm_router.sh"),

@@ -92,6 +92,8 @@ class Fleet:
     """Where clients ask."""
     claim: str
     """PersistentVolumeClaim that holds the package."""
+    rdma: str | None = None
+    """Kubernetes' resource for RDMA cards."""
     warmed: bool = False
     """Whether the bundle has what the engine kept when it was warmed (`cache/ROLE/`)."""
 
@@ -111,10 +113,14 @@ class Fleet:
         return self.nvlink_domain > self.gpus_per_node
 
     @property
+    def crosses_nodes(self) -> bool:
+        """Whether GPUs of different nodes talk: ranks of one instance, or instances that hand the cache on."""
+        return self.num_nodes > 1 and (self.disaggregated or any(len(item.nodes) > 1 for item in self.instances))
+
+    @property
     def needs_imex(self) -> bool:
-        """Whether anything here crosses nodes over NVLink: the ranks of an instance, or the cache between instances."""
-        crosses = self.disaggregated or any(len(item.nodes) > 1 for item in self.instances)
-        return self.multi_node_nvlink and self.num_nodes > 1 and crosses
+        """Whether they do so over NVLink."""
+        return self.multi_node_nvlink and self.crosses_nodes
 
     @property
     def shm_bytes(self) -> int:
@@ -170,6 +176,7 @@ def _fleet(
         sm=int(deploy.get("sm") or config.hw.sm or 0),
         http_port=_ports(config)[0],
         claim=config.serve.claim or f"{dns_label(config.model.name)}-package",
+        rdma=config.serve.rdma,
         warmed=bool(described.get("warmed")),
     )
 

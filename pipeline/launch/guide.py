@@ -80,6 +80,8 @@ def _kubernetes(fleet: Fleet, files: Files) -> list[str]:
         "Nodes are chosen by the labels of NVIDIA's GPU feature discovery. Locked memory is the node's to allow: set no limit in",
         "its container runtime.",
     ]  # fmt: skip
+    if fleet.crosses_nodes and not fleet.rdma:
+        lines += ["Pods get no RDMA cards: traffic between nodes goes over TCP unless serve.rdma names your device plugin's."]
     if "kubernetes/leader.sh" in files or fleet.disaggregated:
         lines += ["LeaderWorkerSet (`leaderworkerset.x-k8s.io`) must be installed."]
     if "kubernetes/leader.sh" in files:

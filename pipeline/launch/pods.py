@@ -30,7 +30,8 @@ def pod(
     """Template of one pod of an instance: all its GPUs of one node."""
     names = {"http": item.http_port} if fleet.disaggregated else _triton_ports(item)
     volumes, mounts = _volumes(fleet, item, ssh)
-    resources: dict[str, Any] = {"limits": {"nvidia.com/gpu": len(item.gpus)}}
+    cards = {fleet.rdma: 1} if fleet.rdma and fleet.crosses_nodes else {}
+    resources: dict[str, Any] = {"limits": {"nvidia.com/gpu": len(item.gpus), **cards}}
     placement: dict[str, Any] = {}
     if fleet.needs_imex:
         resources["claims"] = [{"name": "imex"}]

@@ -38,7 +38,7 @@ STAGE = Stage(
     needs=(Need(stage="engine"), Need(stage="plan", path="deploy.json")),
     config=(
         "engine.kind", "model.name", "hw.nvlink_domain", "serve.model_name", "serve.max_queue", "serve.http_port",
-        "serve.grpc_port", "serve.metrics_port", "serve.claim",
+        "serve.grpc_port", "serve.metrics_port", "serve.claim", "serve.rdma",
     ),
     code=(
         "pipeline/stages/package.py",

@@ -296,6 +296,19 @@ def test_the_stage_fails_where_launchers_disagree_with_the_bundle(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_rdma_cards_are_asked_for_where_servers_span_nodes(tmp_path):
+    def limits(case: str, *more: str) -> list[dict]:
+        documents = yaml.safe_load_all(rendered(tmp_path / case, case, *more).files["kubernetes/serve.yaml"])
+        sets = [item["spec"]["leaderWorkerTemplate"] for item in documents if item["kind"] == "LeaderWorkerSet"]
+        pods = [template for item in sets for template in (item["leaderTemplate"], item["workerTemplate"])]
+        return [pod["spec"]["containers"][0]["resources"]["limits"] for pod in pods]
+
+    assert limits("two_nodes", "serve.rdma=rdma/ib") == [{"nvidia.com/gpu": 8, "rdma/ib": 1}] * 2
+    assert limits("apart_on_a_node", "serve.rdma=rdma/ib") == [{"nvidia.com/gpu": 4}] * 4
+    two = rendered(tmp_path, "two_nodes").files
+    assert "unless serve.rdma names" in two["README.md"] and "MELLANOX_VISIBLE_DEVICES=all" in two["slurm/serve.sbatch"]
+
+
 def test_vllm_is_started_on_one_node_only(tmp_path):
     config, deploy = planned(("+hw=b200", "engine=vllm"))
     fleet = planned_fleet(config, deploy)
