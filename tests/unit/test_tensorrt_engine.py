@@ -37,7 +37,7 @@ SMALL = (
 )  # fmt: skip
 needs_rtx = pytest.mark.skipif(
     library.installed_version("tensorrt_rtx") is None,
-    reason="engines are built with TensorRT-RTX: pip install 'r1-pipeline[tensorrt_rtx]'",
+    reason="engines are built with TensorRT-RTX: pip install 'r1-pipeline[rtx]'",
 )
 
 

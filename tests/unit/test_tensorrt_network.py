@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("tensorrt_rtx_bindings", reason="it defines the networks: pip install 'r1-pipeline[tensorrt_rtx]'")
+pytest.importorskip("tensorrt_rtx_bindings", reason="it defines the networks: pip install 'r1-pipeline[rtx]'")
 torch = pytest.importorskip("torch", reason="the reference is in torch")
 
 from pipeline.checkpoint import Checkpoint  # noqa: E402

@@ -27,7 +27,7 @@ DISTRIBUTIONS = {
 }
 INSTALL = {
     "tensorrt": "pip install tensorrt-cu13==11.4.0.106, on a machine with that GPU",
-    "tensorrt_rtx": "pip install 'r1-pipeline[tensorrt_rtx]'",
+    "tensorrt_rtx": "pip install 'r1-pipeline[rtx]'",
 }
 RTX_TARGETS = (75, 80, 86, 89, 120, 121)
 """Compute capabilities that TensorRT-RTX 1.7 builds for."""

@@ -12,7 +12,7 @@ from pipeline.triton import pbtxt
 from pipeline.triton.layouts import write_model
 from pipeline.triton.releases import Release
 
-__all__ = ["layout"]
+__all__ = ["layout", "write_repository"]
 
 INPUTS = (
     *pbtxt.specs({"text_input": "STRING"}),
@@ -41,6 +41,11 @@ OUTPUTS = pbtxt.specs(
 
 def layout(ctx: StageContext, release: Release | None = None) -> None:
     """Write `repository/<model>/config.pbtxt` and `1/` with the model's code beside the engine's files."""
+    write_repository(ctx, release)
+
+
+def write_repository(ctx: StageContext, release: Release | None) -> Path:
+    """The same; the folder `1/`."""
     serve = ctx.config.serve
     name = serve.model_name or ctx.config.model.name
     length = read_json(ctx.inputs["engine"] / "engine.json")["max_seq_len"]
@@ -49,6 +54,7 @@ def layout(ctx: StageContext, release: Release | None = None) -> None:
     version = write_model(ctx.out / "repository", config, "torch")
     for source in sorted(path for path in ctx.inputs["engine"].rglob("*") if path.is_file()):
         place(source, version / source.relative_to(ctx.inputs["engine"]))
+    return version
 
 
 def place(source: Path, target: Path) -> None:

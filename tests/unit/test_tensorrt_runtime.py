@@ -1,0 +1,160 @@
+"""The runtime of native TensorRT engines, under the real scheduler; the engines are interpreted, as there is no GPU (`_utils`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorrt_rtx_bindings", reason="it defines the networks: pip install 'r1-pipeline[rtx]'")
+torch = pytest.importorskip("torch", reason="the runtime is in torch")
+
+from pipeline.checkpoint import dequantized  # noqa: E402
+from pipeline.config.load import load  # noqa: E402
+from pipeline.core.errors import ConfigError  # noqa: E402
+from pipeline.core.jsonio import write_json  # noqa: E402
+from pipeline.core.stage import StageContext  # noqa: E402
+from pipeline.engines.tensorrt.networks import name_of, networks  # noqa: E402
+from pipeline.models import deepseek_v3  # noqa: E402
+from pipeline.models.arch import Arch  # noqa: E402
+from tests._utils import serving  # noqa: E402, F401
+from tests._utils.interpreted_runner import InterpretedRunner  # noqa: E402
+from tests._utils.run_stage import Notes  # noqa: E402
+
+from scheduler import FinishEvent, Limits, Request, Scheduler  # isort: skip  # noqa: E402  (serving puts it on the path)
+
+ROOT = Path(__file__).parents[2]
+TINY_R1 = ROOT / "pipeline" / "data" / "tiny_r1"
+ARCH = Arch.from_dir(TINY_R1)
+WORDS = ("+hw=rtx_pro_6000", "engine=tensorrt", "engine.tensorrt.dtype=float32", "engine.tensorrt.max_seq_len=48",
+         "engine.tensorrt.prefill_chunk=8", "engine.tensorrt.max_batch_size=3", "engine.tensorrt.mtp=false")  # fmt: skip
+
+
+def runtime() -> Any:
+    spec = importlib.util.spec_from_file_location("tensorrt_runtime", ROOT / "triton_repo" / "tensorrt" / "1" / "runtime.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def engine_json() -> dict[str, Any]:
+    """What a build writes, as far as the runtime reads it."""
+    config = load(WORDS)
+    engines = {name_of(spec): spec.plain() for spec in networks(config, ARCH)}
+    return {
+        "max_batch_size": 3, "max_seq_len": 48, "prefill_chunk": 8, "expanded_from": 2, "vocab_size": ARCH.vocab_size, "ranks": 1,
+        "latent_dim": ARCH.latent_dim, "num_layers": ARCH.num_hidden_layers, "engines": engines, "targets": ["SM120"],
+        "library": "tensorrt_rtx", "version": "1.7.1.116", "dtype": "float32", "weight_files": {}, "eos_token_ids": [],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Any:
+    info = engine_json()
+    return runtime().CompiledEngine(info, InterpretedRunner(info, TINY_R1, tmp_path))
+
+
+def test_continuous_batching_gives_each_request_the_reference_model_s_tokens(engine) -> None:
+    """More requests than rows, prompts of one token to several chunks, answers of different lengths: rows are used again."""
+    torch.set_num_threads(1)
+    model = deepseek_v3.build(ARCH, {name: torch.from_numpy(value) for name, value in dequantized(TINY_R1)})
+    scheduler, random = Scheduler(engine, Limits.of(engine.info, 10)), torch.Generator().manual_seed(3)
+    wanted, found = {}, {}
+    for number, (length, count) in enumerate(((1, 3), (20, 2), (9, 4), (8, 1), (13, 3))):
+        prompt = torch.randint(3, ARCH.vocab_size, (length,), generator=random)
+        wanted[number], found[number] = greedy(model, prompt, count), []
+        scheduler.submit(Request(number, prompt.tolist(), count, collect(found[number])))
+    while scheduler.stats().running or scheduler.stats().waiting:
+        scheduler.iterate()
+    assert found == wanted
+    shapes = set(engine._runner.steps)
+    assert ("absorbed", (3, 1)) in shapes and ("expanded", (1, 8)) in shapes and ("expanded", (1, 4)) in shapes
+    assert {shape for form, shape in shapes if form == "absorbed"} == {(3, 1)}  # one CUDA graph
+
+
+def greedy(model: Any, prompt: Any, count: int) -> list[int]:
+    ids = prompt[None]
+    with torch.inference_mode():
+        for _ in range(count):
+            ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+    return ids[0, len(prompt) :].tolist()
+
+
+def collect(tokens: list[int]) -> Any:
+    def on_event(event: Any) -> bool:
+        assert not isinstance(event, FinishEvent) or event.reason == "length", event
+        if not isinstance(event, FinishEvent):
+            tokens.append(event.token)
+        return False
+
+    return on_event
+
+
+def test_padding_on_the_left_is_ignored(engine) -> None:
+    tokens = torch.tensor([[-1, -1, 5, 6, 7], [1, 2, 3, 4, 5]])
+    positions = torch.tensor([[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]])
+    both = engine.step(tokens, positions, torch.tensor([[2], [3]]))
+    alone = engine.step(tokens[:1, 2:], positions[:1, 2:], torch.tensor([[1]]))
+    assert torch.equal(both[:1], alone) and not torch.equal(both[:1], both[1:])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "positions", "pages", "sentence"),
+    [
+        ([[5000]], [[0]], [[1]], "Token 5000 is out of range"),
+        ([[5]], [[48]], [[1]], "Position 48 is out of range"),
+        ([[5]], [[0]], [[4]], "Page 4 is out of range"),
+        ([[5]], [[0]], [[0]], "Page 0 is out of range"),
+        ([[5], [5]], [[0], [0]], [[1], [1]], "Two rows of a step have the same page"),
+        ([[5] * 9], [list(range(9))], [[1]], "A step has 9 tokens a row; these engines were built for 1 to 8"),
+        ([[5]], [[0]], [[1, 2]], "they must be"),
+    ],
+)
+def test_what_engines_would_read_out_of_bounds_is_refused(engine, tokens, positions, pages, sentence) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        engine.step(torch.tensor(tokens), torch.tensor(positions), torch.tensor(pages))
+
+
+def test_a_machine_that_the_engines_do_not_cover_is_refused(tmp_path, monkeypatch) -> None:
+    module, info = runtime(), engine_json()
+    (tmp_path / "engine.json").write_text(json.dumps(info))
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="built for SM120, but torch sees no GPU here"):
+            module.CompiledEngine.load(tmp_path)
+    cuda = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (9, 0), get_device_name=lambda: "NVIDIA H200")
+    monkeypatch.setattr(module.torch, "cuda", cuda)
+    with pytest.raises(RuntimeError, match=r"built for SM120; NVIDIA H200 is SM90: build them for"):
+        module.CompiledEngine.load(tmp_path)
+    cuda.get_device_capability = lambda: (12, 0)
+    (tmp_path / "engine.json").write_text(json.dumps(info | {"version": "1.6.0"}))
+    with pytest.raises(RuntimeError, match=r"built by tensorrt_rtx 1\.6\.0; .* is here: install the same"):
+        module.CompiledEngine.load(tmp_path)
+    (tmp_path / "engine.json").write_text(json.dumps(info | {"ranks": 8}))
+    with pytest.raises(RuntimeError, match="of 8 ranks, and this runtime runs one"):
+        module.CompiledEngine.load(tmp_path)
+
+
+def test_the_repository_has_the_scheduler_over_this_runtime(tmp_path) -> None:
+    from pipeline.triton.check import check_repository
+    from pipeline.triton.layouts.tensorrt import layout
+
+    (tmp_path / "engine" / "engines").mkdir(parents=True)
+    write_json(tmp_path / "engine" / "engine.json", engine_json())
+    (tmp_path / "engine" / "engines" / "rank0_absorbed.engine").write_bytes(b"vtrt")
+    out = tmp_path / "out"
+    (out / "repository").mkdir(parents=True)
+    inputs = {"engine": tmp_path / "engine"}
+    ctx = StageContext(config=load(WORDS), inputs=inputs, checkpoint=None, out=out, progress=Notes())
+    layout(ctx)
+    assert list(check_repository(out / "repository")) == ["tiny_r1"]
+    version = out / "repository" / "tiny_r1" / "1"
+    assert "TensorrtRunner" in (version / "runtime.py").read_text() and (version / "scheduler.py").is_file()
+    assert (version / "engines" / "rank0_absorbed.engine").is_file()
+    write_json(tmp_path / "engine" / "engine.json", engine_json() | {"ranks": 4})
+    with pytest.raises(ConfigError, match=r"its Triton model runs one rank: set parallel\.tp=1"):
+        layout(ctx)
