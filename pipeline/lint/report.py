@@ -103,7 +103,7 @@ def _findings(artefact: Artefact, target: Target) -> Iterator[Finding]:
     match artefact.kind:
         case "arguments":
             assert artefact.document is not None
-            yield from _arguments(artefact.document, target, artefact.path.parent / "checkpoint")
+            yield from _arguments(artefact.document, target, _checkpoint(artefact.path))
         case "servers":
             assert artefact.document is not None
             yield from _servers(artefact.document, target)
@@ -131,6 +131,12 @@ def _arguments(document: Document, target: Target, checkpoint: Path) -> Iterator
         from pipeline.lint.planned import findings, formats_of
 
         yield from findings(args, formats_of(open_contents(checkpoint)) if checkpoint.is_dir() else None)
+
+
+def _checkpoint(file: Path) -> Path:
+    """Beside the arguments, or beside the folder of instances that they are in."""
+    bundle = file.absolute().parent
+    return (bundle.parents[1] if bundle.parent.name == "instances" else bundle) / "checkpoint"
 
 
 def _role(document: Document) -> str:

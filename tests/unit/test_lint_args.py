@@ -33,7 +33,10 @@ CASES: dict[str, tuple[str, str, str]] = {
     "args/old-release": ("enable_chunked_prefill: true", "enable_chunked_prefill: true", "version=0.20"),
     "args/broken-release": ("max_batch_size: 8", "max_batch_size: 8", "version=1.3.0rc20"),
     "args/tensorrt-backend": ("backend: tensorrt, max_batch_size: 8", "backend: pytorch, max_batch_size: 8", "version=1.2"),
-    "args/autodeploy": ("backend: _autodeploy, max_batch_size: 8", "backend: pytorch, max_batch_size: 8", "version=1.2"),
+    "args/autodeploy": (
+        "backend: _autodeploy, max_batch_size: 8", "backend: _autodeploy, max_batch_size: 8, model: meta/Llama-4",
+        "version=1.2",
+    ),
     "args/engine-of-tensorrt": ("engine_dir: /e, max_batch_size: 8", "max_batch_size: 8", "version=1.2"),
     "args/ray": ("ray_worker_extension_cls: x", "ray_worker_extension_cls: x, orchestrator_type: ray", "version=1.2"),
     "args/cute-dsl": ("use_cute_dsl_bf16_gemm: true", "use_cute_dsl_bf16_gemm: false", f"version=1.4 {H200}"),

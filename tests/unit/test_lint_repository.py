@@ -127,7 +127,7 @@ CASES: dict[str, tuple[str, dict[str, Edit]]] = {
     "vllm/copies": ("vllm", {R1: ("count: 1", "count: 2")}),
     "vllm/gpu-device-ids": ("vllm", {R1: ("0,1,2,3,4,5,6,7", "0,1")}),
     "vllm/lora": argument('"block_size"', '"enable_lora": "true", "block_size"'),
-    "vllm/count": argument('"tensor_parallel_size": 8', '"tensor_parallel_size": "8"'),
+    "vllm/count": argument('"tensor_parallel_size": 8', '"tensor_parallel_size": 0'),
     "vllm/switch": argument('"enable_prefix_caching": true', '"enable_prefix_caching": "yes"'),
     "vllm/memory-share": argument("0.9", "90"),
     "vllm/kv-cache-dtype": argument('"fp8"', '"int8"'),

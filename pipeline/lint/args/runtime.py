@@ -19,6 +19,8 @@ def _tensorrt(args: Args) -> Iterator[Fault]:
     """Refused from 1.3.0rc21 on; before, there is no way from a DeepSeek checkpoint to an engine."""
     if str(args.document.get("backend", "")).lower() in ("tensorrt", "trt"):
         gone = args.target.without_tensorrt or (not args.target.version and args.line.tensorrt_backend == "never")
+        if not gone and not args.deepseek:
+            return
         reason = (
             "backend tensorrt is gone: 1.3.0rc20 was the last release with it"
             if gone
@@ -28,7 +30,7 @@ def _tensorrt(args: Args) -> Iterator[Fault]:
 
 
 def _autodeploy(args: Args) -> Iterator[Fault]:
-    if args.document.get("backend") == "_autodeploy":
+    if args.document.get("backend") == "_autodeploy" and args.deepseek:
         yield Fault(args.document.at("backend"), "AutoDeploy ends in a CUDA error with DeepSeek-R1")
 
 

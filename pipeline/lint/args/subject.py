@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,6 +17,8 @@ from pipeline.lint.target import Target
 
 __all__ = ["Args", "args_of", "line_of"]
 
+DEEPSEEK = re.compile(r"deepseek|kimi|\br1\b|\bv3\b|checkpoint|^[./]", re.IGNORECASE)
+"""Names of such models, and folders, which may hold one."""
 ABSENT = (None, 0, -1)
 """How TensorRT-LLM spells a number that is not given."""
 
@@ -113,6 +116,12 @@ class Args:
     def graphs(self) -> bool:
         """Whether CUDA graphs are on."""
         return not (self.given("cuda_graph_config") and self.get("cuda_graph_config") is None)
+
+    @property
+    def deepseek(self) -> bool:
+        """Whether the model is one of DeepSeek-V3's kind; where no name tells, it is."""
+        named = str(self.get("model") or "")
+        return not named or not re.search(r"[A-Za-z]{3}", named) or bool(DEEPSEEK.search(named))
 
     @property
     def numbers(self) -> tuple[int, int]:

@@ -180,7 +180,11 @@ def _is_vllm(model: Model) -> bool:
     return model.config.backend == "vllm" or (model.engine_args is not None and not model.config.backend)
 
 
-_WHOLE: Callable[[Any], bool] = lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0  # noqa: E731
+def _whole(value: Any) -> bool:
+    """Also as a text, which vLLM converts."""
+    return str(value).isdecimal() and int(str(value)) > 0
+
+
 RULES: tuple[Rule[Model], ...] = (
     Rule("vllm/model", ERROR, _model, "set model to the checkpoint's folder or name", ARGUMENTS),
     Rule("vllm/unknown", ERROR, _unknown, "correct the name", f"{ARGUMENTS}: AsyncEngineArgs(**model.json)"),
@@ -193,16 +197,16 @@ RULES: tuple[Rule[Model], ...] = (
     Rule("vllm/copies", WARNING, _copies, "set count 1, or give the copies GPUs of their own", BACKEND),
     Rule("vllm/gpu-device-ids", ERROR, _devices, "name tensor_parallel_size x pipeline_parallel_size GPUs", BACKEND),
     Rule("vllm/lora", ERROR, _lora, "add multi_lora.json, or leave enable_lora out", BACKEND),
-    Rule("vllm/count", ERROR, _each(COUNTS, _WHOLE, "a whole number above 0"), "correct the value", ARGUMENTS),
+    Rule("vllm/count", ERROR, _each(COUNTS, _whole, "a whole number above 0"), "correct the value", ARGUMENTS),
     Rule("vllm/switch", ERROR, _each(SWITCHES, lambda value: isinstance(value, bool), "true or false"),
          "correct the value", ARGUMENTS),
     Rule("vllm/memory-share", ERROR,
          _each(("gpu_memory_utilization",), lambda value: _is_number(value) and 0 < value <= 1, "above 0 and up to 1"),
          "set 0.9, the default of most releases", ARGUMENTS),
-    Rule("vllm/kv-cache-dtype", ERROR,
+    Rule("vllm/kv-cache-dtype", WARNING,
          _each(("kv_cache_dtype",), lambda value: value in CACHE_TYPES, f"one of {', '.join(CACHE_TYPES)}"),
          "choose one of them", ARGUMENTS),
-    Rule("vllm/block-size", ERROR,
+    Rule("vllm/block-size", WARNING,
          _each(("block_size",), lambda value: value in BLOCK_SIZES, f"one of {', '.join(map(str, BLOCK_SIZES))}"),
          "choose one of them; MLA kernels want 64", ARGUMENTS),
     Rule("vllm/max-model-len", WARNING, _length, "set it to the longest request that is served", MEMORY),
