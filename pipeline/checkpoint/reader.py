@@ -24,7 +24,7 @@ from pipeline.checkpoint.problems import Problem, Report, refuse
 from pipeline.core.errors import ConfigError
 from pipeline.formats.numerics import Array
 
-__all__ = ["DTYPES", "TensorInfo", "read_header", "read_tensor", "uncollected"]
+__all__ = ["DTYPES", "TensorInfo", "raw_header", "read_header", "read_tensor", "uncollected"]
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -77,6 +77,11 @@ def read_header(file: Path, report: Report = refuse) -> dict[str, TensorInfo]:
     for problem in _coverage_faults(file, infos, base, size):
         report(problem)
     return {info.name: info for info in infos}
+
+
+def raw_header(file: Path) -> dict[str, Any]:
+    """The header as it stands in the file: quick, and its entries are not checked."""
+    return _parse(file, _size(file))[1]
 
 
 def read_tensor(info: TensorInfo) -> Array:

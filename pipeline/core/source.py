@@ -13,6 +13,8 @@ from pipeline.core.errors import ConfigError
 __all__ = ["Source", "find_source"]
 
 EMBEDDED = "embedded:"
+LONGEST_HEADER = 100_000_000
+"""Bytes; longer ones are no headers (`pipeline/checkpoint/reader.py` refuses them)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,14 @@ class Source:
         """What to do where there is no folder."""
         return f"model={self.model} names none: give the folder of an R1-layout checkpoint as checkpoint=DIR"
 
-    def digest(self, what: Literal["config", "all"], stage: str) -> str:
-        """Content digest of config.json or of the whole checkpoint; `stage` is who asks."""
+    def digest(self, what: Literal["headers", "all"], stage: str) -> str:
+        """Content digest of config.json and the files' headers, or of the whole checkpoint; `stage` is who asks."""
         if self.folder is None:
-            if what == "config":
+            if what == "headers":
                 return "none"
             raise ConfigError(f"{stage} needs a checkpoint, and {self.way_out}.")
-        if what == "config":
-            return hashlib.sha256((self.folder / "config.json").read_bytes()).hexdigest()
+        if what == "headers":
+            return _digest_of_headers(self.folder)
         from pipeline.checkpoint.digest import digest
 
         return digest(self.folder, self.cache)
@@ -56,6 +58,17 @@ def find_source(config: Config, store_root: Path) -> Source:
             f"store.root={config.store.root} lies in the checkpoint {named}, which is only read: name another folder."
         )
     return Source(folder, config.model.name, root / "digests.json")
+
+
+def _digest_of_headers(folder: Path) -> str:
+    """Of config.json and the JSON before the tensors of each safetensors file, whatever it is worth."""
+    found = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = min(int.from_bytes(prefix, "little"), LONGEST_HEADER)
+            found.update(f"{file.name} {length}".encode() + stream.read(length))
+    return found.hexdigest()
 
 
 def _locate(named: str) -> Path:

@@ -79,8 +79,8 @@ class Stage:
     """Stages that must have succeeded first although nothing of theirs is read (a gate)."""
     config: tuple[str, ...] = ()
     """Dotted config fields or sections that enter the key."""
-    reads_checkpoint: Literal["", "config", "all"] = ""
-    """What of the source checkpoint enters the key: nothing, its config.json, or every file of it."""
+    reads_checkpoint: Literal["", "headers", "all"] = ""
+    """What of the source checkpoint enters the key: nothing, its config.json and the headers of its weights, or all of it."""
     code: tuple[str, ...] = ()
     """Files or folders, relative to the project's code, whose source digest enters the key."""
     toolchain: Callable[[Config], dict[str, str]] = field(default=lambda config: {})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import Config
@@ -27,11 +28,14 @@ from pipeline.planner.search import Found, search, searchable
 from pipeline.planner.search.choice import choice_of, speed_report
 from pipeline.planner.search.split import SplitChoice, split_of, split_report
 from pipeline.planner.setup import Setup
+from pipeline.planner.stored import read_headers
 from pipeline.planner.tensorrt_limits import tensorrt_deploy, tensorrt_report, tensorrt_rules
 from pipeline.planner.torch_limits import torch_decisions, torch_deploy, torch_memory, torch_rules, torch_warnings
 from pipeline.planner.vllm_limits import RESERVE, VllmCase
 
 __all__ = ["Plan", "make_plan"]
+
+NO_MTP_LAYER = "config.json announces an MTP layer, and the checkpoint has none: nothing is drafted, and none is counted."
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,16 @@ class Plan:
     """Memory of a rank, as SVG."""
 
 
-def make_plan(config: Config, hf: dict[str, Any]) -> Plan:
-    """Plan the deployment of the model that `hf` (its config.json) describes.
+def make_plan(config: Config, hf: dict[str, Any], folder: Path | None = None) -> Plan:
+    """Plan the deployment of the model that `hf` (its config.json) describes, and whose weights are in `folder`, if anywhere yet.
 
     Raises:
         ConfigError: with every reason why it cannot work.
     """
-    case = case_of(config, Arch.from_hf(hf))
+    arch = Arch.from_hf(hf)
+    headers = read_headers(folder, arch) if folder else None
+    bare = bool(headers and not headers.drafts and arch.num_nextn_predict_layers)
+    case = case_of(config, replace(arch, num_nextn_predict_layers=0) if bare else arch)
     planned = _PLANNERS[config.engine.kind](case)
     precision = {
         "formats": case.formats,
@@ -61,7 +68,8 @@ def make_plan(config: Config, hf: dict[str, Any]) -> Plan:
         "nvfp4_mode": config.quant.nvfp4_mode,
         "layout": config.quant.layout,
     }
-    report = {**_subject(case), **planned.report, "deploy": planned.deploy}
+    report = {**_subject(case), **planned.report, "checkpoint": headers and headers.plain(), "deploy": planned.deploy}
+    report["warnings"] += [NO_MTP_LAYER] if bare else []
     return Plan(precision, planned.deploy, report, planned.picture)
 
 

@@ -55,10 +55,13 @@ def _subject(report: dict[str, Any]) -> list[str]:
     model, workload, deploy = report["model"], report["workload"], report["deploy"]
     asked = f"{workload['concurrency']} at once" if workload["concurrency"] else "as many as fit"
     parameters = f"{model['parameters']:,} parameters without MTP"
+    stored = report.get("checkpoint")
+    counted = [f"checkpoint: {stored['tensors']:,} tensors, {_decimal(stored['bytes'])}, by their headers"] if stored else []
     return [
         f"{model['name']}: {parameters}, {_decimal(model['checkpoint_bytes'])} as {report['quant']}",
         f"{report['hw']['title']}: engine {report['engine']}, {report['layout']}, {_devices(deploy['num_devices'])}",
         f"{workload['name']}: {workload['isl']} tokens in, {workload['osl']} out, {asked}",
+        *counted,
     ]
 
 

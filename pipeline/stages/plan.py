@@ -1,6 +1,6 @@
 """Stage `plan`: choose precision, parallelism, batch and cache limits before anything is computed.
 
-Needs no checkpoint: where there is one its own config.json counts, else `model.hf`.
+Needs no checkpoint: where there is one its own config.json and headers count, else `model.hf`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ STAGE = Stage(
     name="plan",
     version=1,
     config=("hw", "model.name", "model.checkpoint", "model.hf", "quant", "parallel", "workload", "slo", "engine"),
-    reads_checkpoint="config",
+    reads_checkpoint="headers",
     code=(
-        "pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py", "pipeline/engines/trtllm",
+        "pipeline/planner", "pipeline/stages/plan.py", "pipeline/models/arch.py", "pipeline/checkpoint/layout.py",
+        "pipeline/checkpoint/reader.py", "pipeline/engines/trtllm",
         "pipeline/engines/vllm",
         *(f"pipeline/engines/tensorrt/{name}.py" for name in ("library", "networks", "network/spec", "targets")),
     ),
@@ -48,7 +49,7 @@ def run(ctx: StageContext) -> None:
     from pipeline.planner.plan import make_plan
     from pipeline.planner.search.choice import pictured
 
-    plan = make_plan(ctx.config, model_config(ctx.config, ctx.checkpoint))
+    plan = make_plan(ctx.config, model_config(ctx.config, ctx.checkpoint), ctx.checkpoint)
     for name in ("precision", "deploy", "report"):
         write_json(ctx.out / f"{name}.json", getattr(plan, name))
     front = pictured(plan.report) if "predicted" in plan.report else None

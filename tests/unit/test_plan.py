@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache, reduce
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 import pipeline
+from pipeline.checkpoint.reader import raw_header
 from pipeline.config.load import choices, load
 from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
@@ -20,6 +22,7 @@ from pipeline.models.arch import Arch
 from pipeline.planner.params import LINEAR_CLASSES, main_parts, num_params, stored_bytes
 from pipeline.planner.plan import Plan, make_plan
 from pipeline.planner.render import render
+from pipeline.planner.stored import read_headers
 
 R1 = load(["+hw=b200", "model=deepseek_r1"]).model.hf
 FP8 = dict.fromkeys((*LINEAR_CLASSES, "mtp"), "fp8_block")
@@ -169,3 +172,23 @@ def test_planning_needs_no_torch():
 def test_each_mtp_layer_counts_once():
     none, one, many = (stored_bytes(Arch.from_hf({**R1, "num_nextn_predict_layers": n}), FP8)["mtp"] for n in (0, 1, 7))
     assert none == 0 and many == 7 * one > 7 * 10e9
+
+
+def test_weights_are_counted_in_the_headers_of_the_checkpoint(tmp_path, monkeypatch):
+    """What is stored decides: a weight of another shape is refused, an MTP layer that is not there is not planned for."""
+    arch = Arch.from_hf(TINY)
+    found = read_headers(TINY_FOLDER, arch)
+    assert found.parameters == num_params(main_parts(arch)) and found.drafts
+    assert read_headers(tmp_path, arch) is None, "a folder without weights yet"
+    wrong = replace(arch, moe_intermediate_size=arch.moe_intermediate_size * 2)
+    with pytest.raises(ConfigError, match=r"_proj\.weight is \[.*config\.json there makes it"):
+        read_headers(TINY_FOLDER, wrong)
+
+    def bare(file: Path) -> dict:
+        return {name: entry for name, entry in raw_header(file).items() if f"layers.{arch.num_hidden_layers}." not in name}
+
+    monkeypatch.setattr("pipeline.checkpoint.reader.raw_header", bare)
+    config = config_of("+hw=b200", "model=tiny_r1")
+    report = make_plan(config, TINY, TINY_FOLDER).report
+    assert report["checkpoint"]["mtp_layer"] is False and report["deploy"]["mtp"] == 0
+    assert any("the checkpoint has none" in text for text in report["warnings"])
