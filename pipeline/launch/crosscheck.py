@@ -43,6 +43,8 @@ class Bundle:
     """World size by role, from the role's own LLM arguments."""
     counts: Mapping[str, int]
     environment: Mapping[str, str]
+    gpus: Mapping[str, tuple[int, ...]]
+    """Instance -> GPU of each rank on its first node, where the plan placed them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,8 @@ class Case:
     prefix: str
 
 
-def bundle_of(engine: Path, rows: list[dict[str, Any]]) -> Bundle:
-    """`rows` are those of `fleet.roles_of`; world sizes are read from the files that they name."""
+def bundle_of(engine: Path, rows: list[dict[str, Any]], deploy: Mapping[str, Any]) -> Bundle:
+    """`rows` are those of `fleet.roles_of`; world sizes are read from the files that they name, placement from deploy.json."""
     described = read_json(engine / "engine.json")
     variables = read_json(engine / "environment.json") if (engine / "environment.json").is_file() else []
     return Bundle(
@@ -66,6 +68,7 @@ def bundle_of(engine: Path, rows: list[dict[str, Any]]) -> Bundle:
         ranks={row["role"]: _world_size(engine / row["llm_args"], row["ranks"]) for row in rows},
         counts={row["role"]: row["count"] for row in rows},
         environment={row["name"]: row["value"] for row in variables},
+        gpus=_placed(deploy) if [row["role"] for row in rows] == ["aggregated"] else {},
     )
 
 
@@ -90,6 +93,16 @@ def _world_size(llm_args: Path, otherwise: int) -> int:
         return otherwise
     args = yaml.safe_load(llm_args.read_text(encoding="utf-8"))
     return math.prod(int(args.get(f"{axis}_parallel_size", 1)) for axis in ("tensor", "pipeline", "context", "data"))
+
+
+def _placed(deploy: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    gpus: dict[str, tuple[int, ...]] = {}
+    first = {place["instance"]: place["node"] for place in reversed(deploy.get("placement") or [])}
+    for place in deploy.get("placement") or []:
+        name = f"aggregated-{place['instance']}"
+        if place["node"] == first[place["instance"]]:
+            gpus[name] = (*gpus.get(name, ()), place["gpu"])
+    return gpus
 
 
 def _cases(script: str) -> dict[str, Case]:
@@ -117,6 +130,8 @@ def _instances(cases: Mapping[str, Case], bundle: Bundle) -> Iterator[str]:
         wanted = bundle.ranks.get(_role(name))
         if case.ranks != wanted:
             yield f"instance.sh gives {name} {case.ranks} ranks, and its LLM arguments take {wanted}."
+        if (planned := bundle.gpus.get(name, case.gpus)) != case.gpus:
+            yield f"instance.sh gives {name} GPUs {case.gpus}, and the plan {planned}."
         if len(set(case.gpus)) != len(case.gpus) or case.ranks % len(case.gpus):
             yield f"instance.sh gives {name} GPUs {case.gpus} for {case.ranks} ranks: one GPU a rank on every node."
     for what, values in (

@@ -48,7 +48,7 @@ def write(ctx: StageContext, out: Path) -> None:
     base = engine / "disaggregated.yaml"
     files = render(fleet, yaml.safe_load(base.read_text(encoding="utf-8")) if base.is_file() else {})
     rows = roles_of(read_json(engine / "engine.json"), deploy)
-    if found := problems(files, bundle_of(engine, rows)):
+    if found := problems(files, bundle_of(engine, rows, deploy)):
         raise StageError("\n".join(f"launch/{said}" for said in found))
     for name, text in files.items():
         file = out / name

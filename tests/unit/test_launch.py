@@ -56,7 +56,7 @@ class Rendered:
     def problems(self, **changed: str) -> list[str]:
         """Those of the files, some of which may be changed (`__` is a slash, `_` before the suffix a dot)."""
         rows = roles_of(yaml.safe_load((self.engine / "engine.json").read_text()), self.deploy)
-        return problems(self.files | changed, bundle_of(self.engine, rows))
+        return problems(self.files | changed, bundle_of(self.engine, rows, self.deploy))
 
     def unpack(self, package: Path) -> Path:
         for name, text in self.files.items():
@@ -114,6 +114,7 @@ def test_what_needs_one_node_is_left_out_where_there_are_more(tmp_path):
 MUTATIONS = [
     ("one_instance", "instance.sh", "ranks=8", "ranks=64", "64 ranks, and its LLM arguments take 8"),
     ("one_instance", "instance.sh", "gpus=0,1,2,3,4,5,6,7", "gpus=0,1,2,3,4,5,6,6", "one GPU a rank"),
+    ("one_instance", "instance.sh", "gpus=0,1,2,3,4,5,6,7", "gpus=0,2,1,3,4,5,6,7", "and the plan (0, 1, 2, 3, 4, 5, 6, 7)"),
     ("two_instances", "instance.sh", "http=8010", "http=8001", "uses the port 8001 twice"),
     ("two_instances", "instance.sh", "prefix=aggregated_1_8010_", "prefix=aggregated_0_8000_", "aggregated_0_8000_ twice"),
     ("one_instance", "instance.sh", "export TRTLLM_ENABLE_PDL=1", "export TRTLLM_ENABLE_PDL=0", "environment.json has"),
@@ -141,6 +142,14 @@ def test_a_launcher_that_disagrees_is_named(tmp_path, case, file, old, new, said
     assert old in one.files[file]
     found = one.problems(**{file: one.files[file].replace(old, new, 1)})
     assert any(said in problem for problem in found), found
+
+
+def test_ranks_follow_the_ring_of_the_nodes_wiring(tmp_path):
+    wiring = Path(__file__).parents[1] / "data" / "topology" / "pcie_interleaved.txt"
+    config, deploy = planned(("+hw=h200", "parallel=tp8", f"hw.topology={wiring}"))
+    ring = [place["gpu"] for place in deploy["placement"]]
+    assert ring != sorted(ring)
+    assert f"gpus={','.join(map(str, ring))} ranks=8" in render(planned_fleet(config, deploy), {})["instance.sh"]
 
 
 def test_a_container_with_another_engine_is_refused(tmp_path):
