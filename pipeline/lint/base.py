@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from yaml import YAMLError
+
 from pipeline.verify.invariants.base import ERROR, NOTE, WARNING, Level
 
 __all__ = ["ERROR", "NOTE", "WARNING", "Fault", "Finding", "Level", "Place", "Rule", "apply"]
 
 S = TypeVar("S")
-ODD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, OSError)
+ODD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, OSError, AssertionError, YAMLError)
 """What code raises that meets a file of a shape that nobody thought of."""
 
 

@@ -28,7 +28,7 @@ class Row:
 
 def rows() -> list[Row]:
     """All rules, by area."""
-    from pipeline.lint import args, checkpoint, planned, repository
+    from pipeline.lint import args, checkpoint, package, planned, repository
     from pipeline.lint.args import disaggregated
     from pipeline.planner import rules as planner
 
@@ -37,6 +37,7 @@ def rows() -> list[Row]:
         "disaggregated servers": (*disaggregated.RULES, *disaggregated.PAIR_RULES),
         "Triton repository": (*repository.ROOT_RULES, *repository.MODEL_RULES),
         "checkpoint": checkpoint.RULES,
+        "package": package.RULES,
     }
     found = [Row(area, rule.id, rule.level, rule.fix, rule.source) for area, table in tables.items() for rule in table]
     found += [

@@ -25,7 +25,8 @@ MOST_ENTRIES = 10_000
 """Of a folder that is looked through; a repository has tens."""
 KINDS = {
     "arguments": "LLM arguments", "servers": "servers of trtllm-serve disaggregated", "repository": "a Triton model repository",
-    "model": "a model of a Triton repository", "checkpoint": "a checkpoint", "engine": "a TensorRT engine",
+    "model": "a model of a Triton repository", "package": "what package wrote", "checkpoint": "a checkpoint",
+    "engine": "a TensorRT engine",
 }  # fmt: skip
 
 
@@ -126,6 +127,8 @@ def _is_repository(path: Path) -> bool:
 
 def _parts(path: Path) -> Iterator[Artefact]:
     """YAML files beside each other, and the folders of a bundle or a package."""
+    if (path / "package.json").is_file() and (path / "launch" / "instance.sh").is_file():
+        yield Artefact("package", path)
     for entry in _entries(path):
         if entry.is_file() and entry.suffix in YAML:
             try:

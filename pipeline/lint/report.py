@@ -111,6 +111,10 @@ def _findings(artefact: Artefact, target: Target) -> Iterator[Finding]:
             from pipeline.lint.checkpoint import findings
 
             yield from findings(artefact.path, target)
+        case "package":
+            from pipeline.lint.package import findings as package_findings
+
+            yield from package_findings(artefact.path)
         case "engine":
             from pipeline.lint.checkpoint import tensorrt_findings
 

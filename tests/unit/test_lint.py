@@ -30,6 +30,7 @@ from pipeline.lint.target import Target, target_of
 from pipeline.planner import rules as planner
 from tests._utils.known_good import MEASURED, RECIPES, TRUE_ALARMS, alarms_of_measured, alarms_of_recipe, target
 from tests._utils.repositories import BASES, write
+from tests.unit.test_launch import rendered as launched
 
 DATA = Path(__file__).parents[1] / "data"
 ARGS = "tensor_parallel_size: 8\nmoe_expert_parallel_size: 8\nmax_batch_size: 64\n"
@@ -167,6 +168,27 @@ def test_what_the_pipeline_writes_is_recognised(tmp_path: Path) -> None:
     assert [item.version for item in linted] == ["1.1", "1.1", "1.1", None]
     kinds = [(item.kind, item.path.parent.name) for item in linted]
     assert kinds == [("arguments", "engine"), ("checkpoint", "engine"), ("arguments", "context"), ("repository", "package")]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "says"),
+    [
+        (None, "", "", ""),
+        ("repository/llm/1/model.yaml", "pipeline_parallel_size: 2", "pipeline_parallel_size: 4", "16 ranks.* take 32"),
+        ("launch/slurm/serve.sbatch", "--nodes=2", "--nodes=1", "asks for 1 nodes"),
+        ("launch/kubernetes/serve.yaml", "kind: ", "kind: [", "could not be applied"),
+    ],
+)
+def test_launchers_are_held_against_what_they_start(file: str | None, old: str, new: str, says: str, tmp_path: Path) -> None:
+    package = launched(tmp_path / "rendered", "two_nodes").unpack(tmp_path / "package")
+    files = {f"repository/{name}": text for name, text in BASES["llmapi"].items()}
+    files["repository/llm/1/model.yaml"] += "pipeline_parallel_size: 2\n"
+    about = {"engine": "trtllm", "triton": {"release": "26.07", "engine_version": "1.2.1"}}
+    write(package, {**files, "package.json": json.dumps(about)})
+    if file:
+        (package / file).write_text((package / file).read_text().replace(old, new, 1))
+    found = [item for item in lint([package], Target()).findings if item.level != NOTE]
+    assert bool(found) == bool(file) and all(re.search(says, item.reason) for item in found), found
 
 
 def test_arguments_inside_a_repository_are_judged(tmp_path: Path) -> None:
