@@ -46,7 +46,7 @@ class ServeConfig:
     openai_port: int | None = limited(None, least=0, most=65535)
     """Port of OpenAI's API beside the server; 0 takes a free one, null leaves it out."""
     openai_workers: int = limited(1, least=1, most=256)
-    """Processes of it that share the port: one carries some 7,000 tokens/s."""
+    """Processes of it that share the port: one carries some 5,000 tokens/s."""
     openai_api_key_env: str | None = limited(None, plain=True)
     """Environment variable that holds the key which clients must send; null: nobody is asked."""
     tokenizer: str | None = limited(None, empty=False)

@@ -48,7 +48,7 @@ class Settings:
     timeout: float = 3600.0
     """Seconds that one generation may take."""
     workers: int = 1
-    """Processes that share the port: one carries some 7,000 tokens/s."""
+    """Processes that share the port: one carries some 5,000 tokens/s."""
 
     @property
     def name(self) -> str:
