@@ -100,6 +100,17 @@ class TestForeign:
         }  # fmt: skip
         assert (done.source, [item.path for item in done.lost]) == ("SGLang", ["dp_size"])
 
+    @pytest.mark.parametrize("args", [VLLM, SGLANG, {"max_batch_size": 4, "max_seq_len": 9, "tp_size": 8}])
+    def test_files_for_command_lines_have_hyphens_and_json(self, args):
+        words = {key.replace("_", "-"): json.dumps(value) if isinstance(value, dict) else value for key, value in args.items()}
+        spelled, done = to(args, "1.2"), to(words, "1.2")
+        assert (done.source, done.args) == (spelled.source, spelled.args)
+        assert {item.path.split(".")[0] for item in (*done.changes, *done.lost)} <= words.keys()
+        changed = {item.path.split(".")[0].replace("-", "_") for item in done.changes}
+        assert changed == {key for key in args if key not in {item.path for item in spelled.lost} and (
+            "_" in key or key in {item.path.split(".")[0] for item in spelled.changes})}  # fmt: skip
+        assert to({"tp-size": 1, "no-such": 1}, "1.2").lost[0].message.startswith("no-such is not")
+
     def test_a_value_without_equivalent_is_left_out(self):
         done = to({**SGLANG, "moe_runner_backend": "unheard_of"}, "1.2")
         assert "moe_config" not in done.args and "unheard_of has no equivalent" in str(done.lost[-1] if done.lost else "")

@@ -6,6 +6,8 @@ to older are the same work. What has no equivalent is left out and told, with th
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,6 +54,7 @@ class Migration:
 
 def migrate(args: Args, line: VersionLine, source: str | None = None) -> Migration:
     """`args` in the names and values of `line`; `source` is their dialect, or "trtllm", where their own names do not tell."""
+    written, args = args, _underscored(args)
     foreign = dialect_of(args) if source is None else None if source == "trtllm" else source
     done = Migration(dialect(foreign).title if foreign else _own_source(args, line), line.line)
     moves = [move for path, value in _leaves(args, line) for move in _moves(done, path, value, args, foreign, line)]
@@ -62,7 +65,41 @@ def migrate(args: Args, line: VersionLine, source: str | None = None) -> Migrati
         done.lost += refused
         for problem in refused:
             _remove(done.args, problem.path)
+    _as_written(done, written)
     return done
+
+
+def _underscored(args: Args) -> dict[str, Any]:
+    """Options as they are in files for command lines (`max-model-len: 8192`, tables as JSON) under the names of arguments."""
+    taken = {str(key): _table(value) for key, value in args.items()}
+    return {(name if (name := key.replace("-", "_")) == key or name not in taken else key): value for key, value in taken.items()}
+
+
+def _table(value: Any) -> Any:
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+def _as_written(done: Migration, written: Args) -> None:
+    """Give what is told the spelling of the file."""
+    hyphens = {str(key).replace("-", "_"): str(key) for key in written if "-" in str(key)}
+    told = {item.path.partition(".")[0] for item in (*done.changes, *done.lost)}
+    done.changes += [
+        Change(key, done.args[name], name, done.args[name])
+        for name, key in hyphens.items()
+        if name not in told and name in done.args
+    ]
+
+    def old(path: str) -> str:
+        head, dot, rest = path.partition(".")
+        return f"{hyphens.get(head, head)}{dot}{rest}"
+
+    done.changes = [replace(item, path=old(item.path)) for item in done.changes]
+    done.lost = [
+        replace(item, path=old(item.path), message=item.message.replace(item.path, old(item.path))) for item in done.lost
+    ]  # fmt: skip
 
 
 def _own_source(args: Args, wanted: VersionLine) -> str:
