@@ -10,6 +10,7 @@ from pipeline.core.events import Console
 
 if TYPE_CHECKING:
     from pipeline.cli import Options
+    from pipeline.lint.base import Finding
 
 __all__ = ["lint_command"]
 
@@ -55,12 +56,12 @@ def _rules(options: Options, console: Console) -> int:
     return 0
 
 
-def _write(file: Path, findings: tuple[object, ...]) -> None:
+def _write(file: Path, findings: tuple[Finding, ...]) -> None:
     from pipeline.core.jsonio import write_json
     from pipeline.lint.sarif import sarif
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, sarif(findings))  # type: ignore[arg-type]
+        write_json(file, sarif(findings))
     except OSError as error:
         raise ConfigError(f"--sarif {file} cannot be written: {error.strerror or error}.") from error

@@ -26,6 +26,11 @@ def _steps(model: Model) -> Iterator[tuple[Any, Model | None]]:
         yield step, found if found is not None and found.understood else None
 
 
+def _known(model: Model) -> Iterator[tuple[Any, Model]]:
+    """Steps whose model is understood."""
+    yield from ((step, found) for step, found in _steps(model) if found is not None)
+
+
 def _missing(model: Model) -> Iterator[Fault]:
     for step in model.config.ensemble_scheduling.step:
         if step.model_name not in model.siblings:
@@ -43,16 +48,16 @@ def _version(model: Model) -> Iterator[Fault]:
 
 
 def _unknown_tensor(model: Model) -> Iterator[Fault]:
-    for step, found in _steps(model):
-        for kind, mapping in (("input", step.input_map), ("output", step.output_map)) if found else ():
-            names = {tensor.name for tensor in getattr(found.config, kind)}  # type: ignore[union-attr]
+    for step, found in _known(model):
+        for kind, mapping in (("input", step.input_map), ("output", step.output_map)):
+            names = {tensor.name for tensor in getattr(found.config, kind)}
             for name in sorted(set(mapping) - names):
                 yield Fault(_at(model, step), f"step {step.model_name} maps {kind} {name}, which that model does not have")
 
 
 def _unmapped(model: Model) -> Iterator[Fault]:
-    for step, found in _steps(model):
-        for tensor in found.config.input if found else ():
+    for step, found in _known(model):
+        for tensor in found.config.input:
             if not tensor.optional and tensor.name not in step.input_map:
                 yield Fault(_at(model, step), f"step {step.model_name} gets no {tensor.name}, an input that it requires")
 
@@ -115,12 +120,12 @@ def _uses(model: Model) -> dict[str, list[tuple[str, Any, bool]]]:
     if config.ensemble_scheduling.step:
         for tensor in (*config.input, *config.output):
             uses.setdefault(tensor.name, []).append((model.name, tensor, config.max_batch_size > 0))
-    for step, found in _steps(model):
-        for mapping, kind in ((step.input_map, "input"), (step.output_map, "output")) if found else ():
-            by_name = {tensor.name: tensor for tensor in getattr(found.config, kind)}  # type: ignore[union-attr]
+    for step, found in _known(model):
+        for mapping, kind in ((step.input_map, "input"), (step.output_map, "output")):
+            by_name = {tensor.name: tensor for tensor in getattr(found.config, kind)}
             for theirs, ours in mapping.items():
                 if theirs in by_name:
-                    batched = found.config.max_batch_size > 0  # type: ignore[union-attr]
+                    batched = found.config.max_batch_size > 0
                     uses.setdefault(ours, []).append((step.model_name, by_name[theirs], batched))
     return uses
 
@@ -131,8 +136,8 @@ def _shape(tensor: Any, batched: bool) -> list[int]:
 
 def _optional(model: Model) -> Iterator[Fault]:
     optional = {tensor.name for tensor in model.config.input if tensor.optional}
-    for step, found in _steps(model):
-        required = {tensor.name for tensor in found.config.input if not tensor.optional} if found else set()
+    for step, found in _known(model):
+        required = {tensor.name for tensor in found.config.input if not tensor.optional}
         for theirs, ours in sorted(step.input_map.items()):
             if ours in optional and theirs in required:
                 reason = f"{ours} is optional, but feeds {theirs} of {step.model_name}, which requires it: requests without it fail"
@@ -141,8 +146,8 @@ def _optional(model: Model) -> Iterator[Fault]:
 
 def _batches(model: Model) -> Iterator[Fault]:
     most = model.config.max_batch_size
-    for step, found in _steps(model):
-        limit = found.config.max_batch_size if found else most
+    for step, found in _known(model):
+        limit = found.config.max_batch_size
         if most > limit:
             yield Fault(
                 model.at(r"\bmax_batch_size\b"),
@@ -152,8 +157,8 @@ def _batches(model: Model) -> Iterator[Fault]:
 
 
 def _no_batch(model: Model) -> Iterator[Fault]:
-    for step, found in _steps(model):
-        if found and model.config.max_batch_size == 0 and found.config.max_batch_size > 0:
+    for step, found in _known(model):
+        if model.config.max_batch_size == 0 and found.config.max_batch_size > 0:
             reason = (
                 f"ensemble {model.name} has max_batch_size 0 over {step.model_name}, which batches: it loads, and clients must "
                 "send the batch dimension themselves"
@@ -171,7 +176,7 @@ def _stops(model: Model) -> Iterator[Fault]:
     inputs = {tensor.name for tensor in model.config.input}
     steps = list(_steps(model))
     for name, ids in STOPS.items():
-        writers = [step for step, found in steps if found and ids in {tensor.name for tensor in found.config.output}]
+        writers = [step for step, found in _known(model) if ids in {tensor.name for tensor in found.config.output}]
         read = {ours for step, _ in steps for ours in step.input_map.values()}
         for step in writers if name in inputs else ():
             if step.output_map.get(ids) not in read:
@@ -179,8 +184,8 @@ def _stops(model: Model) -> Iterator[Fault]:
 
 
 def _end_id(model: Model) -> Iterator[Fault]:
-    for step, found in _steps(model):
-        if found and "end_id" in {tensor.name for tensor in found.config.input} and "end_id" not in step.input_map:
+    for step, found in _known(model):
+        if "end_id" in {tensor.name for tensor in found.config.input} and "end_id" not in step.input_map:
             yield Fault(_at(model, step), f"step {step.model_name} gets no end_id: it may run to max_tokens past the end of text")
 
 
