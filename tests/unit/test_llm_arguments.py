@@ -11,9 +11,11 @@ import yaml
 from pipeline.engines.trtllm.arguments import Problem, notes, problems
 from pipeline.engines.trtllm.dialects import dialect, dialects
 from pipeline.engines.trtllm.fields import Field, field_of
+from pipeline.engines.trtllm.migrate import migrate
 from pipeline.engines.trtllm.versions import known_lines, release_order, version_line
 
 RECIPES = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((files("tests") / "data" / "recipes").glob("*.yaml"))}
+PUBLISHED = yaml.safe_load((files("tests") / "data" / "published_arguments.yaml").read_text())
 LINES = [version_line(name) for name in known_lines()]
 
 
@@ -111,6 +113,13 @@ class TestProblems:
         else:
             assert set(map(tuple, found.values())) == {()}
 
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_what_starts_servers_in_public_is_taken_and_comes_back(self, name):
+        row = PUBLISHED[name]
+        for line in map(version_line, row["lines"]):
+            assert (problems(row["args"], line), migrate(row["args"], line).lost) == ([], []), row["from"]
+            assert all("backend" in note.path or "num_nextn" in note.path for note in notes(row["args"], line))
+
     def test_each_kind(self):
         args = {
             "max_num_token": 8192, "max_batch_size": "many", "moe_config": {"backend": "NOPE"}, "moe_backend": "TRTLLM",
@@ -136,6 +145,8 @@ class TestProblems:
             ({"cache_transceiver_config": {"backend": "ucx"}}, "1.2", "did you mean UCX"),
             ({"pytorch_backend_config": {"use_cuda_graph": True}}, "1.2", "stand at the top since 1.0"),
             ({"use_cuda_graph": True}, "1.2", "TensorRT-LLM before 1.0 spells cuda_graph_config"),
+            ({"cuda_graph_config": {"padding_enabled": False}}, "1.2", "before 1.0 spells cuda_graph_config.enable_padding"),
+            ({"moe_config": {"backend": "WIFEEP"}}, "1.2", "did you mean WIDEEP"),  # it stood in a guide
             ({"tp_size": 8}, "1.2", "command line of trtllm-serve spells tensor_parallel_size"),
             ({"gpu_memory_utilization": 0.9}, "1.2", "vLLM spells kv_cache_config.free_gpu_memory_fraction"),
             ({"quant_config": {"quant_algo": "FP8"}}, "1.2", "hf_quant_config.json"),
