@@ -165,7 +165,7 @@ COMMANDS: dict[str, Command] = {
         "what a checkpoint is, and what is odd about it, from its headers",
         "DIR is a Hugging Face checkpoint folder. Shows format, tensors and bytes of each module class, what the configs\n"
         "declare, whether MTP is there, and each oddity as a sentence. With tp=8 ep=8 attention_dp=true (gpus_per_node=8) also\n"
-        "the bytes that one rank loads. Needs no configuration.",
+        "the bytes that one rank loads. Of a result of engine=tensorrt it shows the engines. Needs no configuration.",
         "inspect",
         needs_config=False,
         arguments="DIR [tp=N] [ep=N] [attention_dp=true] ",

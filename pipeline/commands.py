@@ -174,10 +174,27 @@ def inspect(options: Options, console: Console) -> int:
     folders = [word for word in options.overrides if "=" not in word or Path(word).is_dir()]
     if len(folders) != 1:
         raise ConfigError(f"inspect takes one checkpoint folder, but got {len(folders)}: python -m pipeline inspect DIR.")
+    if (Path(folders[0]) / "engine.json").is_file():
+        return _inspect_engine(Path(folders[0]), options, console)
     found = look(Path(folders[0]), RankOptions.parse(word for word in options.overrides if word not in folders))
     for line in found.lines() if not options.as_json else ():
         console.line(line)
     console.result({"command": "inspect", **found.plain()} if options.as_json else {})
+    return 0
+
+
+def _inspect_engine(folder: Path, options: Options, console: Console) -> int:
+    """What the engines of native TensorRT are; the other kinds have no engine to look into."""
+    from pipeline.engines.tensorrt import show
+
+    kind = read_json(folder / "engine.json").get("kind")
+    if kind != "tensorrt":
+        other = f"{folder} is a result of engine={kind or 'torch'}"
+        raise ConfigError(f"{other}; inspect looks into checkpoints and results of engine=tensorrt.")
+    found = show.plain(folder)
+    for line in show.lines(found) if not options.as_json else ():
+        console.line(line)
+    console.result({"command": "inspect", **found} if options.as_json else {})
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -163,6 +164,19 @@ def test_a_build_ends_with_engines_and_the_agreement_table(built) -> None:
     assert all(row["mean_kl"] < 1e-9 and row["top1"] == 1 for (_, kind), row in rows.items() if kind == "float32")
     assert all(row["mean_kl"] < 0.05 for row in rows.values())
     assert (built / "tokenizer.json").is_file() and not list(built.glob(".build-*"))
+
+
+@needs_rtx
+def test_inspect_shows_engines_their_kernels_and_the_agreement(built, tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "inspect", str(built)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "2 of them fused attention" in done.stdout  # of rank0_expanded: one a layer
+    assert re.search(r"^decode, absorbed form, token by token  float32 +12 +\d\.\de-\d\d  100\.0%", done.stdout, re.M)
+    text = (built / "engines" / "rank0_expanded.layers.txt").read_text()
+    assert re.search(r"^layers\.1\.attn\.attention_v2_\d+_AttentionOutput  ATTENTION_OUTPUT  BF16\[-1, 4, -1, 192\]  <- ", text, re.M)
 
 
 @needs_rtx

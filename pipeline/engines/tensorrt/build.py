@@ -1,7 +1,7 @@
 """Builds the engines of `engine=tensorrt`: compares the networks with the reference, builds each in a process of its own.
 
-Files: `engines/NAME.engine`, one a rank, form and segment; `weights/rankN.safetensors` where weights are inputs; `engine.json`
-with all that a runtime has to bind; the tokenizer's and generation's files of the checkpoint.
+Files: `engines/NAME.engine`, one a rank, form and segment, and `engines/NAME.layers.txt`, its network; `weights/rankN.safetensors`
+where weights are inputs; `engine.json` with all that a runtime has to bind; the tokenizer's and generation's files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.engines.tensorrt.networks import name_of, networks
 from pipeline.engines.tensorrt.plan_file import check_header
 from pipeline.engines.tensorrt.process import run_task, short_name
 from pipeline.engines.tensorrt.targets import resolve, unsupported
-from pipeline.engines.tensorrt.worker import ENGINE, WEIGHTS
+from pipeline.engines.tensorrt.worker import ENGINE, LAYERS, WEIGHTS
 
 if TYPE_CHECKING:
     from pipeline.config.schema import TensorrtEngineConfig
@@ -124,6 +124,7 @@ class _Work:
         if fingerprint and facts["network"] != fingerprint:
             raise StageError(f"{name} was interpreted as another network than was built: report it with the checkpoint's formats.")
         os.replace(self.scratch / ENGINE, self.ctx.out / file)
+        os.replace(self.scratch / LAYERS, self.ctx.out / f"engines/{name}.layers.txt")
         if self.library == "tensorrt_rtx":
             check_header(self.ctx.out / file, self.targets)
         self.ctx.progress.note(

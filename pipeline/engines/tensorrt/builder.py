@@ -6,7 +6,7 @@ Runs in a process of its own (`worker.py`), because TensorRT ends the process on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from pipeline.core.errors import StageError
 from pipeline.engines.tensorrt.definition import Definition
 from pipeline.engines.tensorrt.library import installed_version
 
-__all__ = ["build", "describe", "fingerprint"]
+__all__ = ["build", "describe", "fingerprint", "listing"]
 
 
 def build(
@@ -142,16 +142,33 @@ def _tensor(net: Definition, tensor: Any) -> dict[str, Any]:
     return facts
 
 
+def listing(net: Definition) -> str:
+    """A line a layer: name, type, what it gives, what it reads. For people, and to compare two networks by `diff`."""
+    return "".join(
+        f"{layer.name}  {_kind(layer)}  {', '.join(f'{tensor.dtype.name}{list(tensor.shape)}' for tensor in outputs)}"
+        f"  <- {', '.join(tensor.name for tensor in inputs if tensor is not None)}\n"
+        for layer, inputs, outputs in _layers(net)
+    )
+
+
+def _layers(net: Definition) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+    """Each layer with its inputs and outputs."""
+    for index in range(net.definition.num_layers):
+        layer = net.definition.get_layer(index)
+        inputs = [layer.get_input(place) for place in range(layer.num_inputs)]
+        yield layer, inputs, [layer.get_output(place) for place in range(layer.num_outputs)]
+
+
+def _kind(layer: Any) -> str:
+    return layer.type.name if hasattr(layer.type, "name") else str(layer.type)
+
+
 def fingerprint(net: Definition) -> str:
     """SHA-256 over every layer: its name, type, inputs, outputs, their types and shapes. What the interpreter ran can so be told
     to be what was built."""
     digest = hashlib.sha256()
-    for index in range(net.definition.num_layers):
-        layer = net.definition.get_layer(index)
-        inputs = (layer.get_input(i) for i in range(layer.num_inputs))
-        outputs = (layer.get_output(i) for i in range(layer.num_outputs))
-        told = [layer.name, layer.type.name if hasattr(layer.type, "name") else str(layer.type), layer.metadata]
-        told += ["" if tensor is None else tensor.name for tensor in inputs]
+    for layer, inputs, outputs in _layers(net):
+        told = [layer.name, _kind(layer), layer.metadata, *("" if tensor is None else tensor.name for tensor in inputs)]
         told += [f"{tensor.name} {tensor.dtype.name} {tuple(tensor.shape)}" for tensor in outputs]
         digest.update("\0".join(told).encode() + b"\n")
     return digest.hexdigest()

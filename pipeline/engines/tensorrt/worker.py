@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.checkpoint import Checkpoint
 from pipeline.core.errors import PipelineError
 from pipeline.core.events import EventWriter
-from pipeline.engines.tensorrt.builder import build, describe
+from pipeline.engines.tensorrt.builder import build, describe, listing
 from pipeline.engines.tensorrt.graph import Graph
 from pipeline.engines.tensorrt.library import load
 from pipeline.engines.tensorrt.network.decoder import define
@@ -27,7 +27,7 @@ from pipeline.engines.tensorrt.weights import Weights
 
 __all__ = ["main", "network"]
 
-ENGINE, WEIGHTS = "engine", "weights.safetensors"
+ENGINE, LAYERS, WEIGHTS = "engine", "layers.txt", "weights.safetensors"
 """What the tasks leave there; the caller puts it in place."""
 INTERRUPTED = 130
 
@@ -50,6 +50,7 @@ def _build(request: dict[str, Any], folder: Path, events: EventWriter, stop: lis
         net, request["library"], request["targets"], path, refit=request["weights"] == "refit", advance=events.advance,
         stopped=lambda: bool(stop),
     )  # fmt: skip
+    (folder / LAYERS).write_text(listing(net), encoding="utf-8")
     facts = describe(net) | {
         "bytes": path.stat().st_size, "formats": dict(sorted(weights.used.items())),
         "dequantized": dict(sorted(weights.dequantized.items())),
