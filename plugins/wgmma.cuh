@@ -125,8 +125,12 @@ __device__ __forceinline__ void copy_tile(u32 tile, const TensorMap* map, int co
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A barrier of `threads` of the block; `announce` is one that does not wait for the others.
-__device__ __forceinline__ void announce(int id, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void rendezvous(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void announce(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void rendezvous(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
 
 __device__ __forceinline__ float exp2_fast(float value) {
   float result;

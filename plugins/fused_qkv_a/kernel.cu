@@ -23,7 +23,9 @@ __device__ __forceinline__ u32 normed(float first, float second, float factor, u
   return bf16_pair(first_of(rounded) * first_of(weights), second_of(rounded) * second_of(weights));
 }
 
-__device__ __forceinline__ u32 fp8_pair(u32 pair, float inverse) { return e4m3_pair(first_of(pair) * inverse, second_of(pair) * inverse); }
+__device__ __forceinline__ u32 fp8_pair(u32 pair, float inverse) {
+  return e4m3_pair(first_of(pair) * inverse, second_of(pair) * inverse);
+}
 
 // COUNT words of two BF16 each to column `column` of a cache row.
 template <int COUNT>

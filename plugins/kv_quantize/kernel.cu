@@ -76,7 +76,7 @@ __device__ __forceinline__ u32 code_pair(u32 pair, float inverse) {
 #endif
 }
 
-// x [tokens, DIM] -> codes [tokens, DIM], scales [chunks]; `over` magnitudes of a whole chunk may saturate, of the last one `last_over`
+// x [tokens, DIM] -> codes [tokens, DIM], scales [chunks]; `over` magnitudes of a chunk may saturate, `last_over` of the last one
 extern "C" __global__ void __launch_bounds__(THREADS)
 kv_quantize(const uint4* __restrict__ x, uint2* __restrict__ codes, float* __restrict__ scales, int tokens, int over,
             int last_over) {

@@ -1,6 +1,6 @@
 // Joins the parts of a sequence that several CTAs attended to: a CTA a row, four columns a thread. The next kernel of `mla_decode`.
 //
-// part F32 [rows, splits, LATENT], lse F32 [rows, splits] in powers of two (-1e30: nothing) -> out BF16 [rows, LATENT], total [rows]
+// part F32 [rows, splits, LATENT], lse F32 [rows, splits] in powers of two (-1e30: nothing) -> out BF16 [rows, LATENT], total
 
 #include "../numerics.cuh"
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.errors import ConfigError
-from plugins.mla_decode import reference
+from plugins.mla_decode import reference, tactics
 from plugins.nvrtc import Source, aligned, tensor_map
 
 __all__ = ["mla_decode"]
@@ -44,6 +44,8 @@ def mla_decode(
     _check(q, cache, table, lengths, latent)
     if not q.numel() or not has_kernel(q, cache, latent):
         return _plain(q, cache, table, lengths, scale, latent, kv_scale)
+    if _fastest(q, cache, table) == "flash_mla":
+        return tactics.flash_mla(q, cache, table, lengths, scale, latent)
     out, lse = _outputs(q, latent)
     launch(aligned(q), aligned(cache), aligned(table), aligned(lengths), out, lse, scale, kv_scale)
     return out, torch.where(lse > -1e29, lse * LN2, -torch.inf)
@@ -97,6 +99,15 @@ def has_kernel(q: Tensor, cache: Tensor, latent: int) -> bool:
     heads, even = q.shape[2], cache.shape[1] % BLOCK == 0
     shapes = q.shape[3] == DIM and latent == LATENT and even and (heads % BLOCK == 0 or heads < BLOCK)
     return shapes and torch.cuda.get_device_capability(q.device) == (9, 0)
+
+
+def _fastest(q: Tensor, cache: Tensor, table: Tensor) -> str:
+    """Of the implementations that take these shapes, the measured choice."""
+    page = cache.shape[1]
+    if cache.dtype == FP8 or page != tactics.FLASH_PAGE or not table.shape[1]:
+        return "ours"
+    name = torch.cuda.get_device_name(q.device)
+    return tactics.choose(q.shape[0] * q.shape[1], table.shape[1] * page, name, tactics.present())
 
 
 @mla_decode.register_fake

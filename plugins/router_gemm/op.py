@@ -49,16 +49,16 @@ def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> 
     """
     (tokens, hidden), experts = x.shape, weight.shape[0]
     shape = {"HIDDEN": hidden, "EXPERTS": experts, "BF16_OUT": int(logits.dtype == torch.bfloat16)}
-    if tokens <= FEW_TOKENS and hidden % (FEW_THREADS * 8) == 0:
-        with torch.cuda.device(x.device):
-            module = SOURCE.module(TOKENS=tokens, **shape)
-            module.launch("router_gemm_few", (experts, 1, 1), FEW_THREADS, x, weight, logits, overlap=overlap)
-        return
     token_tiles = next(tiles for tiles in (1, 2, 4, 8) if tokens <= 8 * tiles)
     if experts >= WIDE and token_tiles <= 2 and hidden % (WIDE_WARPS * CHUNK) == 0:
         with torch.cuda.device(x.device):
             module = SOURCE.module(WARPS=WIDE_WARPS, DEPTH=WIDE_DEPTH, TOKEN_TILES=token_tiles, **shape)
             module.launch("router_gemm_wide", (experts // 16, 1, 1), 32 * WIDE_WARPS, x, weight, logits, tokens, overlap=overlap)
+        return
+    if tokens <= FEW_TOKENS and hidden % (FEW_THREADS * 8) == 0:
+        with torch.cuda.device(x.device):
+            module = SOURCE.module(TOKENS=tokens, **shape)
+            module.launch("router_gemm_few", (experts, 1, 1), FEW_THREADS, x, weight, logits, overlap=overlap)
         return
     most_warps, expert_tiles = (7, 2) if token_tiles < 8 else (4, 1)
     chunks = hidden // SPLIT // CHUNK

@@ -12,7 +12,7 @@ from tests._utils.cuda_on_cpu import CudaOnCpu
 
 torch = pytest.importorskip("torch", reason="the op is torch's")
 
-from plugins.mla_decode import op, reference  # noqa: E402
+from plugins.mla_decode import op, reference, tactics  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here"))]
@@ -96,3 +96,19 @@ def test_what_does_not_fit_is_refused() -> None:
         op.mla_decode(q, cache[..., :64], table, lengths, SCALE, 512)
     with pytest.raises(ConfigError, match="must be int32"):
         op.mla_decode(q, cache, table.long(), lengths, SCALE, 512)
+
+
+def test_the_nearest_measured_shape_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = ("ours", "flash_mla")
+    rows = [(1, 4096, 15.0, 19.0), (64, 4096, 122.0, 118.0)]
+    shapes = [{"batch": b, "length": n, "device": "H", "us": {"ours": u, "flash_mla": f}} for b, n, u, f in rows]
+    monkeypatch.setattr(tactics, "_rows", lambda: shapes)
+    tactics.choose.cache_clear()
+    assert [tactics.choose(batch, 3000, "H", both) for batch in (1, 4, 48, 900)] == ["ours", "ours", "flash_mla", "flash_mla"]
+    assert tactics.choose(64, 4096, "H", ("ours",)) == tactics.choose(64, 4096, "another", both) == "ours"
+    tactics.choose.cache_clear()
+
+
+def test_the_tactic_file_is_read() -> None:
+    assert tactics.choose(1, 4096, "NVIDIA H200", ("ours",)) == "ours"
+    assert {"batch", "length", "device", "us"} <= set(tactics._rows()[0])
