@@ -179,9 +179,9 @@ class Backend:
         """Measured by one short request both ways, and only for models that may be so."""
         if not (dialect.may_repeat and dialect.decoupled):
             return False
-        texts = []
+        texts, options = [], {name: value for name, value in PROBE.items() if dialect.has(name)}
         for stream in (False, True):
-            request = dialect.request(dialect.tensors("The", **PROBE, stream=stream))
+            request = dialect.request(dialect.tensors("The", **options, stream=stream))
             texts.append([_piece(outputs).text async for outputs in self._responses(request, True)])
         return is_cumulative(texts[1], "".join(texts[0]))
 

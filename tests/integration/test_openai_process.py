@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 
 from pipeline.core.errors import ConfigError, MissingToolError, StageError
 from pipeline.openai.process import beside
-from pipeline.triton import server
+from pipeline.triton import pbtxt, server
 from pipeline.triton.http import Endpoint
 from tests._utils import serving
 from tests._utils.gateway import MAX_QUEUE, ROOM, config, healthy, write_tokenizer
@@ -25,6 +27,40 @@ try:
     server.find_server(serving.serve_config().serve)
 except MissingToolError as missing:
     pytest.skip(str(missing), allow_module_level=True)
+
+
+def add_model(repository: Path, name: str, double: str, inputs: dict[str, str], **policy: Any) -> None:
+    """A model that is not of our layouts: its code, and a config of these inputs, the first of them required."""
+    (repository / name / "1").mkdir(parents=True)
+    shutil.copyfile(serving.FAKE_RUNTIME.with_name(double), repository / name / "1" / "model.py")
+    first, *others = pbtxt.specs(inputs)
+    written = [first, *(replace(spec, optional=True) for spec in others)]
+    dims = "" if policy.get("max_batch_size") else "[-1]"
+    model = pbtxt.build(name, inputs=written, outputs=pbtxt.specs({"text_output": f"STRING{dims}"}), parameters={}, **policy)
+    pbtxt.write(repository / name / "config.pbtxt", model)
+
+
+def test_models_of_others_are_spoken_to_as_they_are(tmp_path: Path) -> None:
+    """Upstream's LLM-API model repeats the text so far in each chunk; an ensemble without streams answers whole."""
+    repository, tokenizer = tmp_path / "repository", write_tokenizer(tmp_path / "tokenizer")
+    llmapi = {"text_input": "STRING[-1]", "streaming": "BOOL", "sampling_param_max_tokens": "INT32"}
+    add_model(repository, "upstream", "fake_llmapi_model.py", llmapi)
+    whole = {"text_input": "STRING", "max_tokens": "INT32"}
+    add_model(repository, "whole", "fake_whole_model.py", whole, max_batch_size=1, decoupled=False)
+    expected = {"upstream": ["x0 ", "x1 ", "x2 "], "whole": ["xxx"]}
+    with server.start(config().serve, repository) as started:
+        for model, pieces in expected.items():
+            serve = config(model_name=model, tokenizer=str(tokenizer)).serve
+            with beside(serve, started.endpoint, started.models, repository) as companion:
+                assert companion
+                with openai.OpenAI(base_url=companion.line.split()[-1], api_key="any", max_retries=0) as client:
+                    ask = {"model": model, "prompt": "x", "max_tokens": 3}
+                    answer = client.completions.create(**ask)
+                    stream = [chunk.choices[0].text for chunk in client.completions.create(**ask, stream=True)]
+                    assert answer.choices[0].text == "".join(pieces) and [text for text in stream if text] == pieces
+                    assert answer.usage.completion_tokens == len("".join(pieces)), "counted by the tokenizer, a byte a token"
+                    with pytest.raises(openai.BadRequestError, match="seed is not supported by the served model"):
+                        client.completions.create(**ask, seed=1)
 
 
 def free_port() -> int:

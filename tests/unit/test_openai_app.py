@@ -295,6 +295,29 @@ def test_one_failed_choice_ends_the_others() -> None:
     serving(test, Double(["a", "b"], ApiError(500, "broken")))
 
 
+def test_two_hundred_streams_and_a_connection_that_is_kept() -> None:
+    async def one(session: aiohttp.ClientSession) -> str:
+        async with session.post("/v1/chat/completions", json=CHAT | {"stream": True}) as reply:
+            lines = [line[6:] for line in (await reply.text()).splitlines() if line]
+        assert lines.pop() == "[DONE]"
+        return "".join(json.loads(line)["choices"][0]["delta"].get("reasoning_content", "") for line in lines)
+
+    async def test(session: aiohttp.ClientSession, model: Double) -> None:
+        assert session._base_url
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(session._base_url, connector=connector) as many:
+            assert await asyncio.gather(*(one(many) for _ in range(200))) == ["one two"] * 200
+        reader, writer = await asyncio.open_connection("127.0.0.1", session._base_url.port)
+        for _ in range(2):
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"200 OK" in head
+            await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
+        writer.close()
+
+    serving(test, Double(["one ", "two"], pause=0.01))
+
+
 def test_choices_of_one_stream_come_side_by_side() -> None:
     async def test(session: aiohttp.ClientSession, model: Double) -> None:
         async with session.post("/v1/completions", json=TEXT | {"n": 3, "stream": True, "seed": -1}) as reply:
