@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from pipeline.core.errors import ConfigError
-from pipeline.engines.trtllm.dialects import dialect, dialects
+from pipeline.engines.trtllm.dialects import dialect, dialect_of, dialects
 from pipeline.engines.trtllm.versions import known_lines, version_line
 from pipeline.lint.args.disaggregated import SECTIONS
 from pipeline.lint.checkpoint import is_tensorrt_engine
@@ -26,7 +26,7 @@ MOST_ENTRIES = 10_000
 KINDS = {
     "arguments": "LLM arguments", "servers": "servers of trtllm-serve disaggregated", "repository": "a Triton model repository",
     "model": "a model of a Triton repository", "package": "what package wrote", "checkpoint": "a checkpoint",
-    "engine": "a TensorRT engine",
+    "engine": "a TensorRT engine", "vllm": "vLLM's engine arguments",
 }  # fmt: skip
 
 
@@ -68,6 +68,8 @@ def _file(path: Path) -> Artefact:
     if path.name in ("config.json", "hf_quant_config.json", "model.safetensors.index.json") or path.suffix == ".safetensors":
         return Artefact("checkpoint", path.parent)
     document = read_document(path)
+    if path.suffix == ".json" and dialect_of(document.values) == "vllm":
+        return Artefact("vllm", path, document)
     if not (kind := _kind(document)):
         keys = ", ".join(list(document.values)[:3]) or "no keys"
         raise ConfigError(f"{path} is no file that lint knows ({keys}): it takes LLM arguments, such as tensor_parallel_size: 8.")

@@ -119,6 +119,12 @@ def _findings(artefact: Artefact, target: Target) -> Iterator[Finding]:
             from pipeline.lint.checkpoint import tensorrt_findings
 
             yield from tensorrt_findings(artefact.path, target)
+        case "vllm":
+            from pipeline.lint.base import apply
+            from pipeline.lint.repository import Model, vllm
+
+            alone = Model(artefact.path.parent, target, {}, given=artefact.document)
+            yield from apply(vllm.RULES, alone, artefact.path)
         case "repository":
             yield from _repository(artefact.path, None, target)
         case "model":

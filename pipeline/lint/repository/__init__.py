@@ -7,12 +7,10 @@ and what `package` writes, which `pipeline/triton/check.py` holds to the same ru
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from pipeline.lint.base import Finding, Rule, apply
 from pipeline.lint.repository import config, engine, ensemble, folders, gpus, llmapi, vllm
 from pipeline.lint.repository.subject import Model, Repository, open_repository
-from pipeline.lint.target import Target
 
 __all__ = ["MODEL_RULES", "ROOT_RULES", "Model", "Repository", "findings", "open_repository"]
 
@@ -27,8 +25,3 @@ def findings(repository: Repository, whole: bool = True) -> Iterator[Finding]:
     yield from apply(ROOT_RULES, repository, repository.folder) if whole else ()
     for model in repository.models.values():
         yield from apply(MODEL_RULES, model, model.folder)
-
-
-def lint_repository(folder: Path, target: Target) -> list[Finding]:
-    """A repository by itself; ConfigError where it cannot be listed."""
-    return list(findings(open_repository(folder, target)))

@@ -50,6 +50,8 @@ class Model:
     """config.pbtxt without its comments; empty where there is none."""
     unreadable: str = ""
     """Why config.pbtxt cannot be read as text."""
+    given: Document | None = None
+    """model.json, where it was named by itself."""
     notes: dict[Path, str] = field(default_factory=dict)
     """Settings files that cannot be read, and why."""
 
@@ -116,7 +118,7 @@ class Model:
     @cached_property
     def engine_args(self) -> Document | None:
         """model.json of the newest version: Triton's vLLM backend."""
-        return self._document(ENGINE_ARGS)
+        return self.given or self._document(ENGINE_ARGS)
 
     def _document(self, name: str) -> Document | None:
         file = self.versions[-1] / name if self.versions else None

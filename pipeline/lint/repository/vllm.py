@@ -58,7 +58,8 @@ def _world(model: Model) -> int:
 
 
 def _model(model: Model) -> Iterator[Fault]:
-    if model.engine_args is not None and not isinstance(_args(model).get("model"), str):
+    """Arguments by themselves may get their model where they are packaged."""
+    if model.engine_args is not None and model.given is None and not isinstance(_args(model).get("model"), str):
         yield Fault(_args(model).at("model"), "no model is named: vLLM would load its own default, facebook/opt-125m")
 
 
