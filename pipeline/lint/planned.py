@@ -35,6 +35,8 @@ TOLD = (
     "shared_experts", "graphs_below", "moe_unknown", "block_size", "idle", "room", "sequence",
 )  # fmt: skip
 """What runs all the same, if not at its best: published recipes do some of it on purpose."""
+OF_LOAD = ("length", "max_seq_len", "prompt", "beside", "room", "queue", "idle", "uneven", "graphs_below")
+"""Rules about the requests that are to be served, judged where workload= or workload.KEY= says which."""
 KEYS = {
     "moe_kernels": "moe_config.backend", "moe_unknown": "moe_config.backend", "mtp_format": "moe_config.backend",
     "deepgemm_mtp": "kv_cache_config.free_gpu_memory_fraction", "deepgemm_tp": "moe_config.backend", "mtp": "speculative_config",
@@ -114,7 +116,7 @@ def findings(args: Args, formats: Mapping[str, str] | None = None) -> Iterator[F
         yield Finding("plan/not-read", WARNING, Place(args.document.file), str(error), "correct the value", "pipeline/planner")
         return
     for found in rules.check(setup):
-        if found.rule not in SAID_BY_FILE:
+        if found.rule not in SAID_BY_FILE and (args.target.load or found.rule not in OF_LOAD):
             yield _finding(found, args.at(KEYS[found.rule]) if found.rule in KEYS else Place(args.document.file))
 
 

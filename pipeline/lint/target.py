@@ -29,6 +29,8 @@ class Target:
     """Release of Triton's container: 25.12."""
     config: Config | None = None
     """Machine, model, formats and workload, as `plan` takes them."""
+    load: bool = False
+    """Whether a workload was asked for; else `config` holds the default one, which is nobody's."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -56,7 +58,8 @@ class Target:
 
     def __str__(self) -> str:
         parts = [f"TensorRT-LLM {self.version}" if self.version else "", f"Triton {self.triton}" if self.triton else ""]
-        parts += [f"{self.config.model.name} on {self.config.hw.name}"] if self.config else []
+        load = "" if self.load else " (no workload given)"
+        parts += [f"{self.config.model.name} on {self.config.hw.name}{load}"] if self.config else []
         return ", ".join(filter(None, parts))
 
 
@@ -79,7 +82,8 @@ def target_of(settings: Iterable[str], config_dir: Path | None = None) -> Target
             f"lint does not know {', '.join(given)} by itself: it takes version=, triton= and hw=, and with hw= model= and every "
             "setting of plan."
         )
-    return Target(version, tag, _config(hw, given, version, config_dir) if hw is not None else None)
+    config = _config(hw, given, version, config_dir) if hw is not None else None
+    return Target(version, tag, config, any(name.partition(".")[0] == "workload" for name in given))
 
 
 def _require_version(version: str | None) -> None:

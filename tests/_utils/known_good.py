@@ -41,7 +41,7 @@ def target(hw: str, model: str, quant: str, version: str | None = None, **worklo
     config = copy.deepcopy(_composed(hw, model, quant))
     for name, value in workload.items():
         setattr(config.workload, name, value)
-    return Target(version, None, config)
+    return Target(version, None, config, bool(workload))
 
 
 def alarms_of_recipe(file: Path, placed: bool) -> list[Finding]:

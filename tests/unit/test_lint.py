@@ -77,9 +77,17 @@ def test_a_checkpoint_is_judged_by_its_own_formats(hw: str, rule: str | None, tm
     assert told == ({(rule, "checkpoint"), (rule, "llm_args.yaml")} if rule else set())
 
 
+def test_the_default_load_is_nobody_s(tmp_path: Path) -> None:
+    """A recipe for 1K + 1K is not wrong because plan's default is 1K + 2K."""
+    file = DATA / "recipes" / "DeepSeek-R1-0528__B200__1k1k_tp8_conc256.yaml"
+    for load, rules in ({}, set()), ({"isl": 1024, "osl": 2048}, {"plan/max_seq_len"}):
+        found = lint([file], target("b200", "deepseek_r1", "fp8_block", **load)).findings
+        assert {item.rule for item in found if item.level == ERROR} == rules
+
+
 def test_every_rule_of_the_planner_is_told_once() -> None:
     ids = {rule.id for rule in planner.RULES}
-    assert ids >= set(planned.SAID_BY_FILE) | set(planned.TOLD) | planned.KEYS.keys()
+    assert ids >= {*planned.SAID_BY_FILE, *planned.TOLD, *planned.OF_LOAD, *planned.KEYS, *planned.OF_CHECKPOINT}
     assert not set(planned.SAID_BY_FILE) & set(planned.TOLD)
 
 

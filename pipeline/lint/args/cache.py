@@ -107,7 +107,7 @@ def _ucx(args: Args) -> Iterator[Fault]:
 
 def _buffer(args: Args) -> Iterator[Fault]:
     size, config = args.count(f"{TRANSFER}.max_tokens_in_buffer", 0), args.target.config
-    isl = config.workload.isl if config else None
+    isl = config.workload.isl if config and args.target.load else None
     if size and isl and isl > size:
         yield Fault(args.at(f"{TRANSFER}.max_tokens_in_buffer"), f"max_tokens_in_buffer {size} is below workload.isl={isl}")
 
