@@ -104,7 +104,7 @@ def package(options: Options, console: Console) -> int:
 
 def serve(options: Options, console: Console) -> int:
     """Build, then run tritonserver until interrupted; with serve.url only OpenAI's API in front of that server."""
-    from pipeline.openai.process import gateway_command
+    from pipeline.openai.companion import gateway_command
     from pipeline.triton.server import find_server, serve_command
 
     config = load(options.overrides, options.config_dir)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pipeline.core.jsonio import write_json
 from pipeline.openai.backend import Backend
-from pipeline.openai.process import Companion, beside
+from pipeline.openai.companion import Companion, beside
 from pipeline.triton import server
 from tests._utils import serving
 

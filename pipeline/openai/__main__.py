@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from pipeline.core.errors import PipelineError
-from pipeline.openai.process import api_key, run
+from pipeline.openai.companion import api_key
+from pipeline.openai.process import run
 from pipeline.openai.service import Settings
 
 
@@ -29,6 +30,7 @@ def main(words: list[str] | None = None) -> int:
             api_key=api_key(given.api_key_env),
             max_model_len=given.max_model_len,
             timeout=given.timeout,
+            grace=given.grace,
             workers=max(1, given.workers),
         )
         run(settings, given.host, given.port, lambda line: print(line, flush=True))
@@ -50,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the key which clients must send")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output; else what Triton says")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds that a generation may take (3600)")
+    parser.add_argument("--grace", type=float, default=5.0, metavar="S", help="seconds for running answers at the end (5)")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that share the port (1)")
     return parser
 

@@ -47,6 +47,8 @@ class Settings:
     """Tokens of prompt and output together; None: what the model's configuration tells."""
     timeout: float = 3600.0
     """Seconds that one generation may take."""
+    grace: float = 5.0
+    """Seconds that running answers get when the gateway is told to stop."""
     workers: int = 1
     """Processes that share the port: one carries some 5,000 tokens/s."""
 

@@ -307,7 +307,7 @@ def meaningful(log: Path, most: int = 12) -> str:
 
 def serve_command(config: Config, repository: Path, emit: Callable[[str], None] = print) -> int:
     """Serve until SIGINT or SIGTERM; 0 after a clean stop, StageError if the server (or its gateway) ends by itself."""
-    from pipeline.openai.process import beside
+    from pipeline.openai.companion import beside
 
     with _signals() as stopped:
         try:

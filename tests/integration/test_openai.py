@@ -19,7 +19,7 @@ import pytest
 
 from pipeline.core.errors import MissingToolError
 from pipeline.core.stage import StageContext
-from pipeline.openai.process import beside
+from pipeline.openai.companion import beside
 from pipeline.triton import releases, server
 from tests._utils import serving
 from tests._utils.gateway import MAX_QUEUE, ROOM, config, write_tokenizer

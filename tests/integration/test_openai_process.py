@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from pipeline.core.errors import ConfigError, MissingToolError, StageError
-from pipeline.openai.process import beside
+from pipeline.openai.companion import beside
 from pipeline.triton import pbtxt, server
 from pipeline.triton.http import Endpoint
 from tests._utils import serving
