@@ -19,6 +19,8 @@ __all__ = ["Bench", "Call", "micros", "relative"]
 
 Call = Callable[[], Any]
 IN_A_GRAPH = 20
+COMPILED_TOKENS = (1, 256, 4096)
+"""Batches at which torch.compile is measured: it takes seconds each."""
 FAILURES = (RuntimeError, AttributeError, ImportError, ValueError, TypeError, NotImplementedError, AssertionError)
 
 
@@ -67,7 +69,7 @@ class Bench:
         if cold:
             row["cold_us"] = micros(lambda: ours(False), calls, flush=True)
         row["eager_us"] = micros(eager, calls=2)
-        if compiled is not None and not self.quick:
+        if compiled is not None and not self.quick and shape["tokens"] in COMPILED_TOKENS:
             row["compile_us"] = self.attempt(f"{plugin}: torch.compile", lambda: micros(compiled, calls=2))
         row |= self.peers(f"{plugin} {' '.join(map(str, shape.values()))}", peers, right, cold, calls)
         return row | {"floor_us": self.floor_us, "limit_us": round(self.limit_us(moved, flops), 2)}

@@ -55,7 +55,8 @@ def flash_mla(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: f
     schedule = library.get_mla_metadata()[0]
     rest = table, lengths, latent, schedule, None, scale, q.shape[1] > 1
     out, lse = library.flash_mla_with_kvcache(q, cache.unsqueeze(2), *rest)
-    none = (lengths == 0).view(-1, 1, 1)
+    query = torch.arange(q.shape[1], device=q.device).view(-1, 1)
+    none = lengths.view(-1, 1, 1) - (q.shape[1] - 1 - query) <= 0  # its sums would be arbitrary, their logarithm inf
     return out.masked_fill(none.unsqueeze(-1), 0), lse.transpose(1, 2).masked_fill(none, -torch.inf)
 
 

@@ -1,0 +1,1 @@
+"""Products by the cuBLASLt algorithm that was measured fastest for their shape, offline."""

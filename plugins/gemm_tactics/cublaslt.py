@@ -1,0 +1,123 @@
+"""cuBLASLt's matrix product through ctypes: its candidates for a shape, and a product by one of them.
+
+Row-major y [N, O] = x [N, K] @ weight [O, K]^T in BF16 with float32 sums is, in cuBLASLt's column-major words, D [O, N] = A^T B of
+A = weight [K, O] and B = x [K, N]. An algorithm is 64 opaque bytes that mean the same only to the same version of the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.core.errors import MissingToolError, StageError
+
+__all__ = ["Algorithm", "candidates", "product", "version"]
+
+Algorithm = tuple[int, ...]
+"""cublasLtMatmulAlgo_t: eight 64-bit words"""
+WORKSPACE = 32 << 20
+COMPUTE_32F, R_32F, R_16BF, OP_T = 68, 0, 14, 1
+TRANSPOSE_A, MAX_WORKSPACE = 3, 1
+"""CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES"""
+
+
+class _Candidate(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t"""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+def version() -> int:
+    """Of the library: algorithms are kept with it."""
+    library = _library()
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return int(library.cublasLtGetVersion())
+
+
+def candidates(tokens: int, out: int, hidden: int, most: int) -> list[Algorithm]:
+    """Algorithms for a shape that the library holds to be good, best first."""
+    found, count = (_Candidate * most)(), ctypes.c_int()
+    preference, room = ctypes.c_void_p(), ctypes.c_size_t(WORKSPACE)
+    _ok(_library().cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
+    _ok(_library().cublasLtMatmulPreferenceSetAttribute(preference, MAX_WORKSPACE, ctypes.byref(room), ctypes.sizeof(room)))
+    operation, (a, b, d) = _operation(), _layouts(tokens, out, hidden)
+    shape = operation, a, b, d, d, preference
+    code = _library().cublasLtMatmulAlgoGetHeuristic(_handle(), *shape, most, found, ctypes.byref(count))
+    _library().cublasLtMatmulPreferenceDestroy(preference)
+    _ok(code)
+    return [tuple(one.algorithm) for one in found[: count.value] if one.state == 0]
+
+
+def product(x: Tensor, weight: Tensor, out: Tensor, algorithm: Algorithm) -> None:
+    """out [N, O] = x [N, K] @ weight [O, K]^T on the current stream; all BF16, contiguous, aligned to 16 bytes."""
+    one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+    chosen = (ctypes.c_uint64 * 8)(*algorithm)
+    a, b, d = _layouts(len(x), *weight.shape)
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, out)]
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    space = _workspace(x.device.index or 0)
+    terms = ctypes.byref(one), pointers[0], a, pointers[1], b, ctypes.byref(zero), pointers[2], d, pointers[2], d
+    rest = ctypes.byref(chosen), ctypes.c_void_p(space.data_ptr()), ctypes.c_size_t(WORKSPACE), stream
+    _ok(_library().cublasLtMatmul(_handle(), _operation(), *terms, *rest))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """That of torch's CUDA wheels, which torch has loaded already, else the system's."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations or () if spec else ()
+    wheels = sorted(str(file) for root in roots for file in Path(root).glob("*/lib/libcublasLt.so.*"))
+    for name in (*wheels, "libcublasLt.so.13", "libcublasLt.so.12"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise MissingToolError("libcublasLt.so.13 (or .12) was not found: install nvidia-cublas, or torch with CUDA, which brings it.")
+
+
+@functools.cache
+def _handle() -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    _ok(_library().cublasLtCreate(ctypes.byref(handle)))
+    return handle
+
+
+@functools.cache
+def _operation() -> ctypes.c_void_p:
+    operation, transpose = ctypes.c_void_p(), ctypes.c_int32(OP_T)
+    _ok(_library().cublasLtMatmulDescCreate(ctypes.byref(operation), COMPUTE_32F, R_32F))
+    _ok(_library().cublasLtMatmulDescSetAttribute(operation, TRANSPOSE_A, ctypes.byref(transpose), 4))
+    return operation
+
+
+@functools.lru_cache(maxsize=4096)
+def _layouts(tokens: int, out: int, hidden: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
+    layouts = []
+    for rows, columns in ((hidden, out), (hidden, tokens), (out, tokens)):
+        layout, sizes = ctypes.c_void_p(), (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows))
+        _ok(_library().cublasLtMatrixLayoutCreate(ctypes.byref(layout), R_16BF, *sizes))
+        layouts.append(layout)
+    return layouts[0], layouts[1], layouts[2]
+
+
+@functools.cache
+def _workspace(device: int) -> Tensor:
+    """Products on several streams at once must not share it: those of one decoder follow each other."""
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+def _ok(code: Any) -> None:
+    if code:
+        raise StageError(f"cuBLASLt refused a product (cublasStatus_t {code}).")

@@ -1,0 +1,106 @@
+"""The search, and the file that it leaves: for each shape and device the fastest cuBLASLt algorithm.
+
+    python -m plugins.gemm_tactics.tactics FILE [--quick]      # on the GPU; R1's products at decoding batches
+
+The library's own choice (its first candidate) is timed among `CANDIDATES`, each checked against float32 first; what is kept is
+faster than it by more than the spread of a measurement. A file is used on the device and with the library version that it names;
+anywhere else, and for other shapes, torch's product is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plugins.gemm_tactics import cublaslt
+from plugins.timing import graph_seconds, machine
+
+__all__ = ["FILE", "SHAPES", "find", "search"]
+
+FILE = Path(__file__).with_name("tactics.json")
+SHAPES = {
+    "qkv_a": (2112, 7168),
+    "q_b": (24576, 1536),
+    "o_proj": (7168, 16384),
+    "shared gate/up": (4096, 7168),
+    "shared down": (7168, 2048),
+    "dense gate/up": (36864, 7168),
+    "dense down": (7168, 18432),
+    "lm_head": (129280, 7168),
+}
+"""R1's products [O, K] beside experts and router."""
+TOKENS, QUICK_TOKENS = (1, 8, 32, 64, 128, 256), (1, 64)
+CANDIDATES, FIRST, CALLS, REPLAYS = 24, 5, 4, 8
+"""Candidates timed once; of those the best FIRST and the library's own again, with four times the replays."""
+SPREAD, MOST_ERROR = 0.02, 1e-2
+
+
+@functools.cache
+def find(tokens: int, out: int, hidden: int, device: str, version: int) -> cublaslt.Algorithm | None:
+    """What was found for a shape on this device with this library, if anything."""
+    kept = _file(FILE)
+    if (kept["device"], kept["cublaslt"]) != (device, version):
+        return None
+    for row in kept["rows"]:
+        if (row["tokens"], row["out"], row["hidden"]) == (tokens, out, hidden) and row["algorithm"]:
+            return tuple(int(word, 16) for word in row["algorithm"])
+    return None
+
+
+def search(tokens: int, out: int, hidden: int) -> dict[str, Any]:
+    """Times every candidate; `algorithm` is empty where the library's own choice is as good."""
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(out, hidden, device="cuda", dtype=torch.bfloat16).mul_(hidden**-0.5)
+    wanted, y = x.float() @ weight.float().t(), x.new_empty((tokens, out))
+
+    def seconds(algorithm: cublaslt.Algorithm, replays: int) -> float:
+        return graph_seconds([lambda: cublaslt.product(x, weight, y, algorithm)] * CALLS, replays)
+
+    def right(algorithm: cublaslt.Algorithm) -> bool:
+        cublaslt.product(x, weight, y.fill_(torch.nan), algorithm)
+        return float((y.float() - wanted).norm() / wanted.norm()) < MOST_ERROR
+
+    found = [one for one in cublaslt.candidates(tokens, out, hidden, CANDIDATES) if right(one)]
+    first = sorted(found, key=lambda one: seconds(one, REPLAYS))[:FIRST]
+    times = {one: seconds(one, 4 * REPLAYS) for one in dict.fromkeys((found[0], *first))}
+    best = min(times, key=times.__getitem__)
+    kept = best if times[best] < times[found[0]] * (1 - SPREAD) else found[0]
+    row = {"tokens": tokens, "out": out, "hidden": hidden, "candidates": len(found)}
+    row |= {"default_us": round(times[found[0]] * 1e6, 2), "us": round(times[kept] * 1e6, 2)}
+    return row | {"algorithm": [hex(word) for word in kept] if kept != found[0] else []}
+
+
+def _rows(quick: bool) -> Iterator[dict[str, Any]]:
+    for name, (out, hidden) in SHAPES.items():
+        for tokens in QUICK_TOKENS if quick else TOKENS:
+            row = {"name": name} | search(tokens, out, hidden)
+            limit = 2 * (row["out"] + tokens) * hidden / 1e6  # MB, of the weights and x
+            print(
+                f"{name:15s} {tokens:4d}  default {row['default_us']:8.2f} us  best {row['us']:8.2f} us"
+                f"  {row['default_us'] / row['us']:5.2f} x  {limit / row['us']:5.2f} TB/s",
+                flush=True,
+            )
+            yield row
+
+
+def _main(file: Path, quick: bool) -> None:
+    rows: list[dict[str, Any]] = []
+    for row in _rows(quick):
+        rows.append(row)
+        kept = {"version": 1, "cublaslt": cublaslt.version(), **machine(), "rows": rows}
+        file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+@functools.cache
+def _file(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), "--quick" in sys.argv)
