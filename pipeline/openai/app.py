@@ -1,8 +1,8 @@
 """The HTTP side: routes, streams as server-sent events, keys, request ids, and every error in OpenAI's shape.
 
-A stream's status is sent with its first text, so what the engine refuses still gets its own status. A reader that is
-slow holds back its own generation alone (nothing is kept for it beyond the socket's buffers), one that stops reading is
-dropped after STALL seconds, and one that leaves ends its generation in Triton.
+A stream's status is sent with its first text (or after PING seconds), so what the engine refuses still gets its own
+status. A reader that is slow holds back its own generation alone (nothing is kept for it beyond the socket's buffers),
+one that stops reading is dropped after STALL seconds, and one that leaves ends its generation in Triton.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ BODY_SECONDS = 60.0
 """Seconds that a client has to send its request's body."""
 STALL = 60.0
 """Seconds that a stream waits for a reader that does not read."""
+PING = 15.0
+"""Seconds without a first text after which a stream begins with comments."""
 PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """What x-request-id may be to be given back."""
 SSE = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -187,20 +189,38 @@ async def _events(run: Run, answer: Answer, include_usage: bool) -> AsyncGenerat
 
 
 async def _stream(request: web.Request, events: AsyncGenerator[bytes, None]) -> web.StreamResponse:
+    response = web.StreamResponse(headers=SSE | {"x-request-id": _public_id(request)})
     async with aclosing(events):
-        first = await anext(events)
-        response = web.StreamResponse(headers=SSE | {"x-request-id": _public_id(request)})
-        await response.prepare(request)
         try:
+            first = await _first(request, response, events)
+            if not response.prepared:
+                await response.prepare(request)
             await _write(response, first)
             async for data in events:
                 await _write(response, data)
         except (TimeoutError, ConnectionError):
             if request.transport:
                 request.transport.abort()
-        except Exception as error:  # the status is sent, so it can only be an event
-            await _write(response, event(_failure(request, error).body()))
+        except Exception as error:
+            if not response.prepared:
+                raise
+            await _write(response, event(_failure(request, error).body()))  # the status is sent, so it can only be an event
     return response
+
+
+async def _first(request: web.Request, response: web.StreamResponse, events: AsyncGenerator[bytes, None]) -> bytes:
+    """The stream's first data. Until it comes the reader gets a comment every PING seconds, or proxies would hang up."""
+    waiting = asyncio.ensure_future(anext(events))
+    try:
+        while not (await asyncio.wait({waiting}, timeout=PING))[0]:
+            if not response.prepared:
+                await response.prepare(request)
+            await _write(response, b": keep-alive\n\n")
+        return waiting.result()
+    finally:
+        if not waiting.done():
+            waiting.cancel()
+            await asyncio.wait({waiting})
 
 
 async def _write(response: web.StreamResponse, data: bytes) -> None:

@@ -48,6 +48,7 @@ class Double:
     async def generate(self, prompt: str, options: Mapping[str, Any], *, stream: bool, request_id: str) -> AsyncIterator[Piece]:
         self.calls.append((prompt, dict(options)))
         try:
+            await asyncio.sleep(self.pause)
             for word in iter(lambda: "word " * 200, None) if self.words is None else self.words:
                 self.said += 1
                 await asyncio.sleep(self.pause)
@@ -273,6 +274,21 @@ def test_an_error_before_the_first_text_has_its_status_and_one_after_it_is_an_ev
 
     serving(early, Double([], error))
     serving(late, Double(["one"], error))
+
+
+def test_a_stream_that_waits_long_begins_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "PING", 0.05)
+
+    async def test(session: aiohttp.ClientSession, model: Double) -> None:
+        for error in (None, ApiError(429, "full", code="queue_full")):
+            model.words, model.error = ([], error) if error else (["one"], None)
+            async with session.post("/v1/completions", json=TEXT | {"stream": True}) as reply:
+                assert reply.status == 200
+                *first, last, end = [line for line in (await reply.text()).splitlines() if line]
+            assert first[0] == ": keep-alive" and len(first) > 2
+            assert end == "data: [DONE]" if error is None else json.loads(end[6:]) == error.body(), last
+
+    serving(test, Double(pause=0.3))
 
 
 def test_a_mistake_of_the_gateway_s_own_has_the_shape_too(caplog: pytest.LogCaptureFixture) -> None:
