@@ -176,16 +176,16 @@ def test_inspect_shows_engines_their_kernels_and_the_agreement(built, tmp_path) 
     assert "2 of them fused attention" in done.stdout  # of rank0_expanded: one a layer
     assert re.search(r"^decode, absorbed form, token by token  float32 +12 +\d\.\de-\d\d  100\.0%", done.stdout, re.M)
     text = (built / "engines" / "rank0_expanded.layers.txt").read_text()
-    assert re.search(r"^layers\.1\.attn\.attention_v2_\d+_AttentionOutput  ATTENTION_OUTPUT  BF16\[-1, 4, -1, 192\]  <- ", text, re.M)
+    assert re.search(r"^layers\.1\.attn\.attention_v2_\d+_AttentionOutput  ATTENTION_OUTPUT  BF16\[-1, 4, -1, 192\]", text, re.M)
 
 
 @needs_rtx
 def test_the_same_build_gives_the_same_bytes(built, checkpoint, tmp_path) -> None:
     if not fixed_addresses(probe=True):
         pytest.skip("this system does not let a process fix its addresses, so engines differ in a few hundred bytes")
-    build(tmp_path / "again", checkpoint, "engine.tensorrt.check_tokens=0")
+    build(tmp_path / "again", checkpoint, "engine.tensorrt.check_tokens=0", "engine.tensorrt.prefill_chunk=16")
     again, first = digests(tmp_path / "again" / "engines"), digests(built / "engines")
-    assert again == first
+    assert {name for name in first if again[name] == first[name]} == {name for name in first if "absorbed" in name}
 
 
 @needs_rtx
@@ -210,6 +210,28 @@ def test_weights_as_inputs_lie_beside_engines_that_do_not_depend_on_them(checkpo
 
 
 @needs_rtx
+def test_alike_layers_share_an_engine_when_weights_are_inputs(checkpoint, tmp_path_factory) -> None:
+    """Three MoE layers, two of which are neither first nor last: one engine serves both, with caches and weights of their own."""
+    out = tmp_path_factory.mktemp("alike")
+    four = random_checkpoint.write(out / "checkpoint", {"num_hidden_layers": 4})
+    words = ("engine.tensorrt.mtp=false", "engine.tensorrt.check_tokens=0", "engine.tensorrt.layers_per_engine=1")
+    info, notes = build(out / "engine", four, *words, "engine.tensorrt.weights=inputs")
+    files = {name[len("rank0_absorbed_") :]: engine["file"] for name, engine in info["engines"].items() if "absorbed" in name}
+    assert files["layers1-1"] == files["layers2-2"] and len(set(files.values())) == 3
+    assert len(list((out / "engine" / "engines").glob("*.engine"))) == 2 * 3
+    assert "rank0_absorbed_layers2-2: as engines/rank0_absorbed_layers1-1.engine" in notes
+    bound = info["engines"]["rank0_absorbed_layers2-2"]["inputs"]
+    assert bound["cache.+0"]["binds"] == "cache.2"
+    expert = bound["model.layers.+0.mlp.experts.up_proj.weight"]["binds"]
+    assert expert == "model.layers.2.mlp.experts.up_proj.weight"
+    from safetensors import safe_open
+
+    stored = safe_open(out / "engine" / "weights" / "rank0.safetensors", "numpy").keys()
+    asked = {facts.get("binds", name) for engine in info["engines"].values() for name, facts in engine["inputs"].items()}
+    assert {name for name in asked if name.startswith(("model.", "lm_head."))} == set(stored)
+
+
+@needs_rtx
 def test_every_rank_is_built_with_its_own_experts(checkpoint, tmp_path) -> None:
     info, _ = build(tmp_path / "out", checkpoint, "parallel.tp=2", "engine.tensorrt.mtp=false", "engine.tensorrt.check_tokens=0")
     assert sorted(info["engines"]) == ["rank0_absorbed", "rank0_expanded", "rank1_absorbed", "rank1_expanded"]
@@ -223,7 +245,7 @@ def test_what_tensorrt_refuses_is_a_sentence_with_our_layer(tmp_path) -> None:
     spec = networks.networks(load([*RTX, *SMALL]), ARCH)[0].plain() | {"max_seq_len": 0}
     task = {
         "task": "build", "name": "wrong", "spec": spec, "checkpoint": str(TINY_R1), "library": "tensorrt_rtx", "targets": [120],
-        "weights": "embedded",
+        "weights": "embedded", "known": [],
     }  # fmt: skip
     with pytest.raises(StageError, match=r"wrong: TensorRT refused .*: [A-Z_]+: "):
         run_task("worker", task, tmp_path, Notes())
@@ -243,7 +265,7 @@ def test_a_signal_cancels_the_build_and_leaves_no_process(tmp_path) -> None:
     spec = networks.networks(load([*RTX, *SMALL]), ARCH)[0].plain()
     task = {
         "task": "build", "spec": spec, "checkpoint": str(TINY_R1), "library": "tensorrt_rtx", "targets": [120],
-        "weights": "embedded",
+        "weights": "embedded", "known": [],
     }  # fmt: skip
     (tmp_path / "request.json").write_text(json.dumps(task))
     command = [sys.executable, "-m", "pipeline.engines.tensorrt.worker", str(tmp_path / "request.json")]

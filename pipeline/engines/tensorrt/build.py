@@ -113,16 +113,23 @@ class _Work:
         return "" if find_spec("torch") else "torch, which the reference needs, is not installed"
 
     def engines(self, fingerprints: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Every engine, one after the other: two would need twice the memory."""
+        """Every engine, one after the other: two would need twice the memory. Alike networks whose weights are inputs share one."""
         (self.ctx.out / "engines").mkdir()
         self.ctx.progress.start(100 * len(self.specs), "steps")
-        return {name: self._engine(name, spec, fingerprints.get(name)) for name, spec in self.specs.items()}
+        built: dict[str, dict[str, Any]] = {}
+        for name, spec in self.specs.items():
+            files = {facts["network"]: facts for facts in built.values()} if self.settings.weights == "inputs" else {}
+            built[name] = self._engine(name, spec, fingerprints.get(name), files)
+        return built
 
-    def _engine(self, name: str, spec: Spec, fingerprint: str | None) -> dict[str, Any]:
-        done = self.run("worker", name, task="build", spec=spec.plain())
+    def _engine(self, name: str, spec: Spec, fingerprint: str | None, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        done = self.run("worker", name, task="build", spec=spec.plain(), known=list(known))
         facts, file = done["facts"], f"engines/{name}.engine"
         if fingerprint and facts["network"] != fingerprint:
             raise StageError(f"{name} was interpreted as another network than was built: report it with the checkpoint's formats.")
+        if twin := known.get(facts["network"]):
+            self.ctx.progress.note(f"{name}: as {twin['file']}")
+            return {"file": twin["file"], "bytes": twin["bytes"]} | spec.plain() | facts
         os.replace(self.scratch / ENGINE, self.ctx.out / file)
         os.replace(self.scratch / LAYERS, self.ctx.out / f"engines/{name}.layers.txt")
         if self.library == "tensorrt_rtx":

@@ -137,6 +137,8 @@ def _tensor(net: Definition, tensor: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}
     if tensor.name in net.ranges:
         facts["range"] = [list(shape) for shape in net.ranges[tensor.name]]
+    if tensor.name in net.binds:
+        facts["binds"] = net.binds[tensor.name]
     if tensor.name in net.shape_inputs:
         facts["values"] = list(net.shape_inputs[tensor.name])
     return facts
@@ -164,11 +166,13 @@ def _kind(layer: Any) -> str:
 
 
 def fingerprint(net: Definition) -> str:
-    """SHA-256 over every layer: its name, type, inputs, outputs, their types and shapes. What the interpreter ran can so be told
-    to be what was built."""
-    digest = hashlib.sha256()
+    """SHA-256 over every layer (its name, type, inputs, outputs, their types and shapes), the ranges, and, where weights are
+    inputs, the constants that are left. So what was interpreted is known to be what was built, and alike segments to be alike."""
+    digest = hashlib.sha256(repr((sorted(net.ranges.items()), sorted(net.shape_inputs.items()))).encode())
     for layer, inputs, outputs in _layers(net):
         told = [layer.name, _kind(layer), layer.metadata, *("" if tensor is None else tensor.name for tensor in inputs)]
         told += [f"{tensor.name} {tensor.dtype.name} {tuple(tensor.shape)}" for tensor in outputs]
         digest.update("\0".join(told).encode() + b"\n")
+        if net.external is not None and _kind(layer) == "CONSTANT":
+            digest.update(net.constants[outputs[0].name]().tobytes())
     return digest.hexdigest()

@@ -10,6 +10,7 @@ Tensors are TensorRT's `ITensor`s; the operations on them are in `graph.py`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -25,6 +26,7 @@ from pipeline.formats.numerics import BF16, E4M3, Array
 __all__ = ["Definition", "Tensor", "numpy_dtypes"]
 
 Tensor = Any
+LAYER = re.compile(r"((?:^|\.)(?:layers|cache|present)\.)(\d+)(?=\.|$)")
 NOISE = "catchCudaError"
 """Marks the entry that follows every error where there is no GPU."""
 
@@ -72,7 +74,8 @@ def _recorder(trt: ModuleType) -> Any:
 class Definition:
     """A network under construction."""
 
-    def __init__(self, trt: ModuleType, *, external_weights: bool = False) -> None:
+    def __init__(self, trt: ModuleType, *, external_weights: bool = False, first_layer: int = 0) -> None:
+        """With `first_layer` the names of layers count from it (`layers.+0`), so that alike segments of a model are alike."""
         self.trt = trt
         self.logger = process_logger(trt)
         self.builder = trt.Builder(self.logger)
@@ -90,18 +93,27 @@ class Definition:
         """With external weights: what each of the inputs that carry them holds, as it lies in memory."""
         self._kept: list[Any] = []
         self._scope: list[str] = []
+        self.binds: dict[str, str] = {}
+        """Input or output -> the name that it would have in the whole model, where that differs."""
         self._inputs: dict[str, Tensor] = {}
+        self._first_layer = first_layer
 
     # Errors and names
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
         """Layers made inside are called `name.…`."""
-        self._scope.append(name)
+        self._scope.append(self._local(name))
         try:
             yield
         finally:
             self._scope.pop()
+
+    def _local(self, name: str) -> str:
+        """The name with layers counted from this network's first."""
+        if not self._first_layer:
+            return name
+        return LAYER.sub(lambda match: f"{match[1]}+{int(match[2]) - self._first_layer}", name)
 
     def first_error(self) -> str | None:
         """What TensorRT reported first; later entries follow from it."""
@@ -144,6 +156,9 @@ class Definition:
 
     def input(self, name: str, dtype: Any, shape: Sequence[int], *, range: Sequence[Sequence[int]] | None = None) -> Tensor:
         """An input; -1 marks dimensions that `range` (least, usual, largest shape) bounds."""
+        name, whole = self._local(name), name
+        if name != whole:
+            self.binds[name] = whole
         tensor = self.definition.add_input(name, dtype, self.trt.Dims(list(shape)))
         if tensor is None or self.first_error():
             raise self.fail(f"the input {name}")
@@ -175,7 +190,7 @@ class Definition:
             if name not in self.external:
                 self.external[name] = stored
                 self._inputs[name] = self.input(name, dtype, shape)
-                self.constants[name] = value
+                self.constants[self._inputs[name].name] = value
             return self._inputs[name]
         self._kept.append(stored)
         weights = self.trt.Weights(dtype, stored.ctypes.data, math.prod(shape))
@@ -188,6 +203,9 @@ class Definition:
 
     def output(self, tensor: Tensor, name: str) -> None:
         """Mark `tensor` as an output called `name`."""
+        name, whole = self._local(name), name
+        if name != whole:
+            self.binds[name] = whole
         tensor.name = name
         self.definition.mark_output(tensor)
         if self.first_error() or tensor.name != name:

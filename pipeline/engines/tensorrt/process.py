@@ -24,7 +24,8 @@ __all__ = ["fixed_addresses", "run_task", "short_name"]
 
 _ADDR_NO_RANDOMIZE = 0x0040000
 REQUEST = "request.json"
-KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "LANG", "LC_ALL", "CUDA_VISIBLE_DEVICES")
+KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "LANG", "LC_ALL", "CUDA_VISIBLE_DEVICES", "PYTHONDONTWRITEBYTECODE")
+"""The last so that a task compiles the modules that its parent compiled: compiling moves addresses, too."""
 
 
 def fixed_addresses(*, probe: bool = False) -> bool:

@@ -25,9 +25,11 @@ __all__ = ["Weights"]
 class Weights:
     """Weights by the name of their module."""
 
-    def __init__(self, checkpoint: Checkpoint, scratch: Path, dtype: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, scratch: Path, dtype: str, *, values: bool = True) -> None:
+        """Without `values` stacks of experts are zeros that take no space: for networks whose weights are inputs."""
         self._entries = checkpoint.entries
         self._scratch = Path(tempfile.mkdtemp(prefix="weights-", dir=scratch))
+        self._values = values
         self._plain_dtype = np.dtype(np.float32) if dtype == "float32" else BF16
         self.used: Counter[str] = Counter()
         """Elements in each format, as the engine has them."""
@@ -115,7 +117,7 @@ class Weights:
             return np.stack(parts)
         block = np.memmap(str(self._scratch / name), np.uint8, "w+", shape=(parts[0].nbytes * len(parts),))
         typed = block.view(parts[0].dtype).reshape(shape)
-        for target, part in zip(typed, parts, strict=True):
+        for target, part in zip(typed, parts, strict=True) if self._values else ():
             target[...] = part
         return typed
 

@@ -169,15 +169,15 @@ class _Network:
 
     def enqueue(self, feeds: dict[str, Tensor], stream: Any) -> dict[str, Tensor]:
         """Bind and start; outputs are new tensors, but caches are the inputs themselves."""
-        for name in self._facts["inputs"]:
-            value = feeds[name]
-            if value.device.type == "cuda" and -1 in self._facts["inputs"][name]["shape"]:
+        for name, facts in self._facts["inputs"].items():
+            value = feeds[facts.get("binds", name)]
+            if value.device.type == "cuda" and -1 in facts["shape"]:
                 self._must(self._context.set_input_shape(name, tuple(value.shape)), f"takes {name} of shape {list(value.shape)}")
             self._must(self._context.set_tensor_address(name, value.data_ptr()), f"binds {name}")
         outputs = {}
         for name, facts in self._facts["outputs"].items():
             if name.startswith("present."):
-                outputs[name] = feeds[name.replace("present", "cache")]
+                outputs[name] = feeds[facts.get("binds", name).replace("present", "cache")]
             else:
                 outputs[name] = torch.empty(
                     tuple(self._context.get_tensor_shape(name)), dtype=DTYPES[facts["dtype"]], device="cuda"
