@@ -176,8 +176,8 @@ class WorkloadConfig:
     """Requests in flight over all instances; null: as many as the hardware serves best, within slo.* and memory."""
     requests_per_second: float | None = limited(None, above=0, hint="null: as many as come")
     """Requests a second over all instances that must be answered; null: no such total."""
-    chunked_prefill: bool = False
-    """Whether a long prompt is computed in several steps, between which others decode."""
+    chunked_prefill: bool | None = None
+    """Whether a long prompt is computed in several steps, between which others decode; null: where that serves more."""
     turns: int = limited(1, least=1, most=2**16)
     """Requests of one conversation; each brings back the earlier ones and their answers. `isl` is their mean."""
     system_tokens: int = limited(0, least=0, most=MOST_TOKENS)

@@ -244,7 +244,7 @@ def _setup(case: Case, layout: Layout, **limits: Any) -> Setup:
         version=case.trtllm.version,
         kv_format=case.kv_format,
         max_seq_len=min(case.longest + MARGIN_TOKENS, case.arch.max_position_embeddings),
-        chunked_prefill=case.config.workload.chunked_prefill,
+        chunked_prefill=bool(case.config.workload.chunked_prefill),
         **case.engine_limits,
         isl=case.isl,
         osl=case.osl,

@@ -147,6 +147,11 @@ def test_cutlass_takes_more_kernels_than_trtllm() -> None:
     assert 0.5 < share < 1
 
 
+def test_a_version_line_is_predicted_by_its_newest_measured_engine() -> None:
+    for line, measured in (("1.2", "1.2.0rc6"), ("1.3", "1.3.0rc10"), ("1.4", "1.3.0rc10"), ("1.2.0", "1.2.0rc6")):
+        assert predict(case(engine=line)).tpot_ms == predict(case(engine=measured)).tpot_ms
+
+
 def test_intervals_widen_with_what_was_not_measured() -> None:
     def width(one: PerfCase) -> float:
         low, high = predict(one).interval
@@ -157,6 +162,7 @@ def test_intervals_widen_with_what_was_not_measured() -> None:
     assert width(known) < width(other) < width(replace(other, mtp=3))
     assert width(case("gb200", "fp8")) > width(known)
     assert width(replace(known, engine="0.20.0")) > width(known)
+    assert width(replace(other, engine="1.2")) == width(other) < width(replace(other, engine="1.4"))
     assert width(replace(known, isl=100_000, kv_tokens=1e9)) > width(known)
 
 

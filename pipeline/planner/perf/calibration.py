@@ -94,9 +94,11 @@ class Calibration:
                     logs[name] = logs[name] + sign * value
 
     def knows(self, case: PerfCase, scope: str) -> bool:
-        """Whether points of the case's own level of a scope were fitted."""
+        """Whether points of the case's own level of a scope were fitted; of an engine, whether its line was: 1.2.0rc6 for 1.2."""
         level = level_of(case, scope)
-        return any(effect.scope == scope and effect.level == level for effect in self.effects)
+        known = tuple(sorted({effect.level for effect in self.effects if effect.scope == scope}))
+        near = nearest(level, known) if scope == "engine" else None
+        return level in known or (near is not None and _version(near)[:2] == _version(level)[:2])
 
     @classmethod
     def read(cls, path: Path) -> Calibration:
@@ -120,8 +122,8 @@ def nearest(level: str, known: tuple[str, ...]) -> str | None:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """1.2.0rc6 -> (1, 2, 0, 6), a release after its candidates; () for what is no version."""
-    match = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", text.rpartition("/")[2])
+    """1.2.0rc6 -> (1, 2, 0, 6), a release after its candidates, a line after its releases; () for what is no version."""
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+)(?:rc(\d+))?)?", text.rpartition("/")[2])
     return tuple(int(part) if part else 999 for part in match.groups()) if match else ()
 
 

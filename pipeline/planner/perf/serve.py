@@ -63,7 +63,8 @@ def serve(cols: Columns, e: Mapping[str, Array]) -> Served:
     steps = np.maximum(1 - np.exp(-arrivals), arrivals * cols.isl / (cols.max_num_tokens * together))
     interference = others * (steps * fixed + arrivals * work / together)
     tpot = (step + interference) / gain
-    ttft = _first_token(cols, e, step, fixed + work, batch)
+    chunks = np.ceil(cols.isl / cols.max_num_tokens)
+    ttft = _first_token(cols, e, step, chunks * fixed + work, batch)
     rate = batch / (ttft + cols.osl * tpot)
     ttft = ttft + (cols.concurrency - batch) / rate
     return Served(ttft, tpot, batch, gain, decode, context, rate, interference)

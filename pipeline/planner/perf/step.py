@@ -167,8 +167,7 @@ def prefill_terms(
     """
     shard = cols.shard
     flops = e["prefill_flops"]
-    head_flops = 2 * shard.heads * (192 + 128)
-    attention = shard.layers * tokens * context * head_flops / (cols.prefill_flops * e["prefill_attention"])
+    attention = shard.layers * shard.heads * _attended(cols, tokens, context) / (cols.prefill_flops * e["prefill_attention"])
     experts = expert_s(cols, e, tokens * everywhere + beside, flops) - expert_s(cols, e, beside, flops)
     return {
         "dense": tokens * shard.dense_s / flops,
@@ -177,6 +176,14 @@ def prefill_terms(
         "collectives": comm_s(cols, e, tokens)[1],
         "elementwise": tokens * shard.layers * e["prefill_passes"] * shard.hidden * 2 / cols.bandwidth,
     }
+
+
+def _attended(cols: Columns, tokens: Array, context: Array) -> Array:
+    """FLOP of a head and layer: keys and values written out (192 + 128 wide), where every chunk of a prompt but the first writes
+    out again what the cache holds of it, or absorbed (576 + 512 wide), whichever is less: absorbed up to chunks of some 170."""
+    pairs, chunk = tokens * context, np.minimum(cols.max_num_tokens, cols.isl)
+    again = tokens * (cols.isl / chunk - 1) / 2  # cached tokens, once for each chunk that attends to them
+    return np.minimum(2 * pairs * (192 + 128) + 2 * again * 512 * 256, 2 * pairs * (576 + 512))
 
 
 def accepted(cols: Columns, e: Mapping[str, Array]) -> Array:

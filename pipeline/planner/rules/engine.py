@@ -8,7 +8,7 @@ from pipeline.planner.overhead import graph_count
 from pipeline.planner.rules.base import ISSUE, PULL, REFUSE, WARN, Rule
 from pipeline.planner.setup import Setup
 
-__all__ = ["RULES"]
+__all__ = ["CHUNK_SMS", "RULES"]
 
 BROKEN_RELEASES = ("1.3.0rc20",)
 REUSE_SMS = CHUNK_SMS = (90, 100, 103, 120)

@@ -39,6 +39,7 @@ def choice_of(case: Case, found: Found) -> Choice:
         moe_backend(case, setup.layout),
         Decision("max_batch_size", setup.max_batch_size, f"per rank: {why['concurrency']}", MODEL),
         Decision("max_num_tokens", setup.max_num_tokens, f"per rank: {why['max_num_tokens']}", MODEL),
+        Decision("chunked_prefill", setup.chunked_prefill, why["chunked_prefill"], MODEL),
         fraction_decision(case, setup.fraction, setup.max_batch_size),
         *fixed,
     )

@@ -86,10 +86,15 @@ def _shapes(candidates: Sequence[Candidate], total: int) -> dict[tuple[Layout, i
         layout, mtp = item.setup.layout, item.setup.mtp
         if layout.world_size * 2 > total or mtp not in tried or layout.ep != (layout.tp if layout.attention_dp else 1):
             continue
-        if (layout, mtp) not in shapes or item.sequences > shapes[layout, mtp].sequences:
+        if (layout, mtp) not in shapes or _better(item, shapes[layout, mtp]):
             shapes[layout, mtp] = item
     widest = max((layout.world_size for layout, _ in shapes), default=0)
     return {key: item for key, item in shapes.items() if key[0].world_size * 4 >= widest}
+
+
+def _better(item: Candidate, other: Candidate) -> bool:
+    """Whole prompts before parts of them, then more room."""
+    return (other.setup.chunked_prefill, item.sequences) > (item.setup.chunked_prefill, other.sequences)
 
 
 def _roomy(item: Candidate, machine: Machine) -> PerfCase:

@@ -16,7 +16,7 @@ __all__ = ["TIE", "front", "nearest", "pareto", "recommended"]
 TIE = 0.05
 """Throughputs closer than this are equal, for cross-validated errors are larger: fewer instances win, then fewer drafts."""
 SAME = 0.005
-"""Throughputs closer than this are the same, and the least tokens a step win: they take memory."""
+"""Throughputs closer than this are the same, and whole prompts win, then the least tokens a step: they take memory."""
 
 
 def front(scored: Scored, kept: Mask | None = None) -> list[int]:
@@ -46,8 +46,12 @@ def recommended(scored: Scored, slo: SloConfig) -> int | None:
     values = np.where(kept, scored.tokens_per_gpu, -1.0)
     simplest = _least(scored, values >= values.max() * (1 - TIE), lambda item: (item.replicas, item.setup.mtp))
     values = np.where(simplest, values, -1.0)
-    leanest = _least(scored, values >= values.max() * (1 - SAME), lambda item: (item.setup.max_num_tokens,))
+    leanest = _least(scored, values >= values.max() * (1 - SAME), _step)
     return int(np.argmax(np.where(leanest, values, -1.0)))
+
+
+def _step(item: Candidate) -> tuple[int, ...]:
+    return int(item.setup.chunked_prefill), item.setup.max_num_tokens
 
 
 def _least(scored: Scored, among: Mask, key: Callable[[Candidate], tuple[int, ...]]) -> Mask:

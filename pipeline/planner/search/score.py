@@ -105,5 +105,12 @@ def perf_case(item: Candidate, machine: Machine) -> PerfCase:
         ep=setup.layout.ep, attention_dp=setup.layout.attention_dp, concurrency=item.in_instance, isl=setup.isl, osl=setup.osl,
         mtp=setup.mtp, engine=setup.version, moe_backend=setup.moe_backend, max_batch_size=setup.max_batch_size,
         max_num_tokens=setup.max_num_tokens, piecewise_graphs=setup.piecewise, kv_tokens=item.kv_tokens,
-        without=frozenset() if setup.captured else frozenset({"cuda_graph"}),
+        without=_without(item),
     )  # fmt: skip
+
+
+def _without(item: Candidate) -> frozenset[str]:
+    """Optimisations that its engine runs without: a CUDA graph of its batch, the overlap scheduler."""
+    setup = item.setup
+    graphs = setup.captured * setup.layout.cache_ranks >= min(item.in_instance, setup.max_batch_size * setup.layout.cache_ranks)
+    return frozenset(name for name, used in (("cuda_graph", graphs), ("overlap", setup.overlap)) if not used)

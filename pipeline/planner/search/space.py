@@ -20,6 +20,7 @@ from pipeline.planner.choose import MARGIN_TOKENS, ROOM, fractions, gpu_counts, 
 from pipeline.planner.memory import kv_tokens, tokens_per_block
 from pipeline.planner.policy import MOST_RANKS, instances_on, num_gpus
 from pipeline.planner.rules import REFUSE, check
+from pipeline.planner.rules.engine import CHUNK_SMS
 from pipeline.planner.setup import Layout, Setup, divides
 
 __all__ = ["BATCHES", "Candidate", "candidates", "layouts", "on_nodes"]
@@ -31,7 +32,7 @@ STEPS = (8192, 16384)
 DRAFTS = (0, 1, 3)
 """Draft tokens a step that published runs of R1 have."""
 CHUNKS = (2048, 4096, 8192)
-"""Tokens a step with chunked prefill."""
+"""Tokens a step with chunked prefill, which is tried where a prompt is longer."""
 Ints = NDArray[np.int64]
 
 
@@ -108,7 +109,8 @@ def _drafts(case: Case) -> Sequence[int]:
 
 def _setup(case: Case, layout: Layout, mtp: int) -> Setup:
     """One request a rank."""
-    chunked = case.config.workload.chunked_prefill
+    asked = case.config.workload.chunked_prefill
+    chunked = bool(asked) or (asked is None and case.longest_prompt > min(CHUNKS))  # the least that a step may be
     return Setup(
         arch=case.arch, hw=case.hw, formats=case.formats, stored_as=case.config.quant.layout, layout=layout,
         model=case.config.model.name, version=case.trtllm.version, kv_format=case.kv_format, fraction=fractions(case)[-1], mtp=mtp,
@@ -127,8 +129,7 @@ def _sized(case: Case, base: Setup, nodes: int, steps: bool) -> list[Candidate]:
         return []
     ranks, paid = replicas * base.layout.cache_ranks, num_gpus(case.config, nodes)
     batches = (math.ceil(case.concurrency / ranks),) if case.concurrency else BATCHES
-    pairs = [(batch, tokens) for batch in batches for tokens in _steps(base, batch, case.longest_prompt)[: None if steps else 1]]
-    batch, tokens = np.array(pairs).T
+    batch, tokens, chunked = np.array([(batch, *step) for batch in batches for step in _steps(case, base, batch, steps)]).T
     found: dict[int, Candidate] = {}
     for fraction in fractions(case):
         setup = replace(base, fraction=fraction)
@@ -136,7 +137,8 @@ def _sized(case: Case, base: Setup, nodes: int, steps: bool) -> list[Candidate]:
         for index in np.flatnonzero(held >= batch):
             if index not in found:
                 b, limits = int(batch[index]), {"max_batch_size": int(batch[index]), "max_num_tokens": int(tokens[index])}
-                sized = replace(setup, concurrency=_share(case, replicas, ranks, b), **limits)
+                limits |= {"chunked_prefill": bool(chunked[index]), "concurrency": _share(case, replicas, ranks, b)}
+                sized = replace(setup, **limits)
                 load = case.concurrency or b * ranks
                 room = int(cached[index]), int(held[index])
                 found[int(index)] = Candidate(case.recipe, sized, nodes, paid, replicas, load, *room)
@@ -155,12 +157,15 @@ def _share(case: Case, replicas: int, ranks: int, batch: int) -> int:
     return math.ceil(case.concurrency / replicas) if case.concurrency else batch * ranks // replicas
 
 
-def _steps(base: Setup, batch: int, prompt: int) -> list[int]:
-    decoding = batch * (1 + base.mtp)
-    if base.chunked_prefill:
-        return sorted({max(size, _round_up(decoding, 64)) for size in CHUNKS})
-    least = _round_up(prompt + decoding + ROOM, 64)
-    return sorted({least, *(size for size in STEPS if size > least)})
+def _steps(case: Case, base: Setup, batch: int, every: bool) -> list[tuple[int, bool]]:
+    """Tokens a step, and whether they hold a part of a prompt only; not `every` one: the least and the last."""
+    asked, decoding = case.config.workload.chunked_prefill, batch * (1 + base.mtp)
+    least = _round_up(case.longest_prompt + decoding + ROOM, 64)
+    steps = [] if asked else [(size, False) for size in sorted({least, *(size for size in STEPS if size > least)})]
+    if asked or (asked is None and case.hw.sm in CHUNK_SMS):
+        sizes = sorted({max(size, _round_up(decoding, 64)) for size in CHUNKS})
+        steps += [(size, True) for size in sizes if asked or size < least]
+    return steps if every else steps[:1] + (steps[-1:] if len(steps) > 1 and steps[-1][1] else [])
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -20,6 +20,7 @@ CHOICES: dict[str, Callable[[Candidate], Any]] = {
     "ep": lambda item: item.setup.layout.ep,
     "mtp": lambda item: item.setup.mtp,
     "max_num_tokens": lambda item: item.setup.max_num_tokens,
+    "chunked_prefill": lambda item: item.setup.chunked_prefill,
     "concurrency": lambda item: item.concurrency,
 }
 """What is searched, by name. A new dimension of the search is a row here."""
