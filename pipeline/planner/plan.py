@@ -15,7 +15,7 @@ from pipeline.engines.trtllm.versions import version_line
 from pipeline.models.arch import Arch
 from pipeline.planner.case import Case, case_of
 from pipeline.planner.choose import Choice, Decision, choose
-from pipeline.planner.costed import require_costed
+from pipeline.planner.costed import require_costed, uncosted
 from pipeline.planner.deploy import deploy_of
 from pipeline.planner.memory import RankMemory, memory_of
 from pipeline.planner.nearest import nearest
@@ -107,8 +107,8 @@ def _plan_trtllm(case: Case) -> _Planned:
     setups = split.setups if split else (choice.setup,)
     findings = _checked(setups, case)
     deploy = deploy_of(case, choice, split)
-    line = version_line(case.trtllm.version)
-    emitted = [require_costed(render(role, line), setup) for role, setup in zip(roles_of(deploy), setups, strict=True)]
+    line, own = version_line(case.trtllm.version), case.trtllm.args
+    emitted = [require_costed(render(role, line), setup, own) for role, setup in zip(roles_of(deploy), setups, strict=True)]
     findings += [item for item in _checked(emitted) if item not in findings]
     reuse, placement = reuse_of(case, choice), placement_report(choice.setup)
     report = {
@@ -120,8 +120,11 @@ def _plan_trtllm(case: Case) -> _Planned:
         "topology": placement,
         "findings": [asdict(item) for item in findings],
         "warnings": [
-            *_notes(case, found, split), *reuse_notes(reuse), *placement_notes(placement, choice.setup),
+            *_notes(case, found, split),
+            *reuse_notes(reuse),
+            *placement_notes(placement, choice.setup),
             *(item.text for item in findings if item.level == WARN),
+            *uncosted(own),
         ],
         "not_checked": ["Nothing here ran on a GPU: limits come from arithmetic and from published measurements."],
     }

@@ -170,8 +170,12 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("setting", "said"),
         [
-            ("+engine.trtllm.args.max_batch_size=4", "the plan chooses max_batch_size=.* set workload.concurrency"),
-            ("+engine.trtllm.args.kv_cache_config.dtype=auto", "chooses kv_cache_config.dtype=fp8.* set quant.kv_dtype"),
+            ("+engine.trtllm.args.max_seq_len=9000", "makes max_seq_len 9000, and the plan is for .* set workload.isl and"),
+            ("+engine.trtllm.args.kv_cache_config.dtype=nvfp4", "makes kv_format nvfp4, .* for fp8: .* set quant.kv_dtype"),
+            ("+engine.trtllm.args.max_batch_size=4", "cuda_graph_config.max_batch_size .* exceeds max_batch_size 4"),
+            ("+engine.trtllm.args.disable_overlap_scheduler=true", "makes overlap False, .* there is no prediction without"),
+            ("+engine.trtllm.args.moe_config.load_balancer={num_slots: 288}", "set engine.trtllm.expert_slots for another"),
+            ("+engine.trtllm.args.context_parallel_size=2", "context_parallel_size is decided by parallel"),
             ("+engine.trtllm.args.print_iter=1", "did you mean print_iter_log"),
             ("+engine.trtllm.args.sleep_config={}", "not an argument of 1.2, but of 1.3"),
             ("engine.trtllm.backend=tensorrt", "no script converts a DeepSeek-R1 checkpoint"),
@@ -180,6 +184,11 @@ class TestSettings:
     def test_what_cannot_be_is_refused_by_the_plan(self, setting, said):
         with pytest.raises(ConfigError, match=said):
             plan_of(*R1_B200, setting)
+
+    def test_what_predictions_do_not_know_is_told(self):
+        report = plan_of(*R1_B200, "+engine.trtllm.args={max_beam_width: 2, print_iter_log: true}").report
+        assert [note for note in report["warnings"] if "engine.trtllm.args: max_beam_width reached" in note]
+        assert not [note for note in plan_of(*R1_B200).report["warnings"] if "engine.trtllm.args" in note]
 
     def test_places_for_experts_divide_over_the_ranks(self):
         with pytest.raises(ConfigError, match="290"):

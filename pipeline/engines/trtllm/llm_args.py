@@ -14,7 +14,6 @@ import yaml
 
 from pipeline.core.errors import ConfigError, StageError
 from pipeline.engines.trtllm.arguments import problems
-from pipeline.engines.trtllm.fields import shown
 from pipeline.engines.trtllm.versions import VersionLine
 
 __all__ = ["check", "render", "to_yaml"]
@@ -24,36 +23,18 @@ BALANCE = {"enable_balance": True, "timeout_iters": 60, "batching_wait_iters": 0
 KV_DTYPES = {"fp8": "fp8", "nvfp4": "nvfp4"}
 TRANSFER_MS = 60_000
 """The default of 1.3."""
-SETTINGS = {
-    "tensor_parallel_size": "parallel.tp",
-    "pipeline_parallel_size": "parallel.pp",
-    "moe_expert_parallel_size": "parallel.ep",
-    "enable_attention_dp": "parallel.attention_dp",
-    "max_batch_size": "workload.concurrency",
-    "max_seq_len": "workload.isl and workload.osl",
-    "enable_chunked_prefill": "workload.chunked_prefill",
-    "kv_cache_config.dtype": "quant.kv_dtype",
-    "kv_cache_config.free_gpu_memory_fraction": "engine.trtllm.free_gpu_memory_fraction",
-    "kv_cache_config.enable_block_reuse": "engine.trtllm.block_reuse",
-    "moe_config.backend": "engine.trtllm.moe_backend",
-    "cuda_graph_config": "engine.trtllm.cuda_graphs",
-    "speculative_config": "engine.trtllm.mtp",
-}
-"""Argument -> the setting that decides it."""
-FREE = ("attention_dp_config", "cache_transceiver_config", "trust_remote_code")
-"""What no prediction depends on: the user's own replace the usual ones."""
 
 
 def render(role: Mapping[str, Any], line: VersionLine) -> dict[str, Any]:
     """One role of deploy.json (`roles.roles_of`) as arguments of `tensorrt_llm.LLM`.
 
     Raises:
-        ConfigError: engine.trtllm.args sets what the plan chooses otherwise.
-        StageError: the line does not take the arguments.
+        ConfigError: the line does not take engine.trtllm.args.
+        StageError: it does not take what the plan chose.
     """
     args = {**_limits(role), **_optional(role, line)}
     own = role.get("args") or {}
-    _merge(args, own, "")
+    _merge(args, own)
     if found := "; ".join(check(args, line)).rstrip("?"):
         refused = f"TensorRT-LLM {line.line} does not take these arguments: {found}."
         raise ConfigError(f"{refused} See engine.trtllm.args.") if own else StageError(refused)
@@ -112,20 +93,13 @@ def _transceiver(role: Mapping[str, Any], line: VersionLine) -> dict[str, Any]:
     return table | ({"kv_transfer_timeout_ms": TRANSFER_MS} if "kv_transfer_timeout_ms" in known else {})
 
 
-def _merge(args: dict[str, Any], more: Mapping[str, Any], prefix: str) -> None:
-    """Add the user's own arguments; none may be one that the plan chooses otherwise."""
+def _merge(args: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Put the user's own arguments over the plan's; `plan` refuses those that would change what it is for."""
     for key, value in more.items():
-        name = f"{prefix}{key}"
         if isinstance(args.get(key), dict) and isinstance(value, Mapping):
-            _merge(args[key], value, f"{name}.")
-        elif key not in args or args[key] == value or name.split(".")[0] in FREE:
-            args[key] = value
+            _merge(args[key], value)
         else:
-            setting = SETTINGS.get(name) or SETTINGS.get(name.split(".")[0]) or "parallel.*, workload.*, slo.* and engine.trtllm.*"
-            raise ConfigError(
-                f"engine.trtllm.args.{name}={shown(value)}, but the plan chooses {name}={shown(args[key])}: leave it out; "
-                f"set {setting} for another one."
-            )
+            args[key] = value
 
 
 def check(args: Mapping[str, Any], line: VersionLine) -> list[str]:
