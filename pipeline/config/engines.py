@@ -81,7 +81,7 @@ class TrtllmEngineConfig:
     attention_dp_balance: bool = True
     """Whether attention-DP ranks wait for one another to get prompts at the same time, where the version can."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Further LLM arguments, as in a YAML for the engine; none that `plan` chooses."""
+    """Further LLM arguments, as in a YAML for the engine; none that changes what `plan` predicts."""
     warm: bool = False
     """Whether `engine` starts the bundle once, to keep tuned tactics and compiled kernels; needs its GPUs and tensorrt_llm here."""
 
