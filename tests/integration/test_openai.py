@@ -34,7 +34,7 @@ KEY = "s3cret"
 
 
 def write_repository(folder: Path) -> Path:
-    """All layouts in one repository: doubles of the engines, the adapter of bls being in front of a model of its own."""
+    """All layouts in one repository: doubles of the engines."""
     engine = serving.write_fake_engine(folder / "engine", step_seconds=0.004, max_seq_len=ROOM, num_pages=4 * ROOM // 8 + 1)
     repository = serving.package_engine(engine, folder / "package", config(), serving.FAKE_RUNTIME)
     third = {"free_gpu_memory_fraction": 0.3}  # all are said to be on one GPU
@@ -46,8 +46,8 @@ def write_repository(folder: Path) -> Path:
             progress=serving.Quiet(),
         )  # fmt: skip
         import_module(f"pipeline.triton.layouts.{layout}").layout(ctx, releases.releases()[0])
-    for name in (MODELS["llmapi"], "tensorrt_llm"):
-        serving.add_tensorrt_llm(repository / name / "1")
+    for code in repository.glob("*/1/sampling.py"):
+        serving.add_tensorrt_llm(code.parent)
     return repository
 
 
