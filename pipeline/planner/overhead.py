@@ -19,7 +19,8 @@ Formulas
     Activations: a peak a token, an estimate from their sizes; no start with few tokens was published.
 
 Constants (`memory_terms.json`, fitted by scripts/calibrate_memory.py): what a start takes beyond all that. They were
-measured on SM100 only; other chips are assumed alike, and the plan says so.
+measured on SM100 only; other chips are assumed alike, and the plan says so. MTP takes its layer, copies and cache, which are
+counted; a constant for it fits -0.06 GiB, so there is none.
 """
 
 from __future__ import annotations
