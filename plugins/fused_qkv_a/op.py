@@ -2,7 +2,7 @@
 
     qkv = torch.ops.r1_pipeline.qkv_a(x, weight)
     q_a = torch.ops.r1_pipeline.norm_rope_cache(qkv, q_norm, kv_norm, cos_sin, positions, slots, cache, kv_scale, eps)
-    q_a = fused_qkv_a(x, weight, q_norm, ...)          # both, the second kernel starting while the first one ends
+    q_a = fused_qkv_a(x, weight, q_norm, ...)          # both
 
 x BF16 [N, H], weight BF16 [Q + L + R, H]: 7168 to 1536 + 512 + 64 in DeepSeek-V3/R1 and Kimi-K2. Up to 16 tokens the product is
 a kernel of ours, which loads its weights before it waits for x; beyond, cuBLAS. cache [S, L + R] in BF16 or E4M3 is written in
@@ -12,6 +12,7 @@ place, at slots I64 [N] (negative: not at all); positions I32 [N] are rows of co
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,20 +62,8 @@ def norm_rope_cache(
     return q_a
 
 
-def fused_qkv_a(
-    x: Tensor,
-    weight: Tensor,
-    q_norm: Tensor,
-    kv_norm: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    cache: Tensor,
-    kv_scale: float = 1.0,
-    eps: float = 1e-6,
-) -> Tensor:
-    """x BF16 [N, H] -> q_a BF16 [N, Q], through both ops."""
-    rest = q_norm, kv_norm, cos_sin, positions, slots, cache, kv_scale, eps
+def fused_qkv_a(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """x BF16 [N, H] -> q_a BF16 [N, Q], through both ops; `rest` is what the second takes after qkv."""
     return torch.ops.r1_pipeline.norm_rope_cache(torch.ops.r1_pipeline.qkv_a(x, weight), *rest)
 
 
@@ -121,34 +110,14 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @norm_rope_cache.register_fake
-def _(
-    qkv: Tensor,
-    q_norm: Tensor,
-    kv_norm: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    cache: Tensor,
-    kv_scale: float = 1.0,
-    eps: float = 1e-6,
-) -> Tensor:
+def _(qkv: Tensor, q_norm: Tensor, *_: Any) -> Tensor:
     return qkv.new_empty((qkv.shape[0], q_norm.shape[0]))
 
 
 @norm_rope_cache.register_kernel("cpu")
-def _(
-    qkv: Tensor,
-    q_norm: Tensor,
-    kv_norm: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    cache: Tensor,
-    kv_scale: float = 1.0,
-    eps: float = 1e-6,
-) -> Tensor:
-    _check(qkv, q_norm, kv_norm, cos_sin, positions, slots, cache)
-    return reference.tail(qkv, q_norm, kv_norm, cos_sin, positions, slots, cache, kv_scale, eps)
+def _(qkv: Tensor, *rest: Any) -> Tensor:
+    _check(qkv, *rest[:6])
+    return reference.tail(qkv, *rest)
 
 
 def _check(qkv: Tensor, q_norm: Tensor, kv_norm: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> None:

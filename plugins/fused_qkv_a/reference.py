@@ -41,8 +41,8 @@ def tail(
     positions: Tensor,
     slots: Tensor,
     cache: Tensor,
-    kv_scale: float,
-    eps: float,
+    kv_scale: float = 1.0,
+    eps: float = 1e-6,
 ) -> Tensor:
     """qkv BF16 [N, Q + L + R] -> q_a BF16 [N, Q], and row slots[n] of cache [S, L + R] is written where it is not negative."""
     rope = cache.shape[1] - len(kv_norm)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,9 +112,7 @@ def _fastest(q: Tensor, cache: Tensor, table: Tensor) -> str:
 
 
 @mla_decode.register_fake
-def _(
-    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, kv_scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, *_: Any) -> tuple[Tensor, Tensor]:
     return _outputs(q, latent)
 
 
