@@ -21,7 +21,7 @@ class ServeConfig:
     triton: str | None = limited(None, plain=True, hint="25.12 is a release")
     """Release of Triton that will serve; null: the newest whose container holds the engine's version."""
     layout: str = limited("auto", one_of=LAYOUTS)
-    """Models of the repository: llmapi (TensorRT-LLM's own names), bls (llmapi behind the names of its ensemble, for old clients
+    """The model of the repository: llmapi (TensorRT-LLM's own names), bls (the names of its ensemble and BLS models, for old clients
     and Triton's OpenAI frontend), vllm, torch; auto: llmapi, vllm or torch, by the engine."""
     model_name: str | None = limited(None, plain=True)
     """Name of the model in Triton; null: the name of the model config."""

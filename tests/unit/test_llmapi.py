@@ -132,7 +132,7 @@ def code(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     modules = {"triton_python_backend_utils": backend} | dict.fromkeys(("tensorrt_llm", "tensorrt_llm.llmapi"), fake_tensorrt_llm)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("sampling", "settings"):
+    for name in ("sampling", "settings", "ensemble"):
         monkeypatch.setitem(sys.modules, name, None)
         load_file(name)
     return load_file("model")
@@ -263,12 +263,6 @@ def test_a_failing_engine_answers_and_the_next_request_works(model):
     [response] = answered(model, ask("boom"))
     assert (str(response.error), response.error.code) == ("the engine failed", "INTERNAL")
     assert answered(model, ask("ab"))[0].text() == "ba"
-
-
-def test_another_model_reads_errors_in_an_output(model):
-    *_, last = answered(model, ask("midway", streaming=True, errors_as_output=True))
-    assert last.error is None
-    assert {tensor.label: tensor.array[0] for tensor in last.output_tensors} == {"error_output": b"INTERNAL: the engine failed"}
 
 
 def test_a_client_that_left_aborts_its_generation(model):

@@ -1,4 +1,4 @@
-"""Which layout is chosen, what the package stage makes of it, and the adapter's names, without a server."""
+"""Which layout is chosen, what the package stage makes of it, and the names of the ensemble, without a server."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ R1 = ("+hw=b200", "model=deepseek_r1")
 APART = ("engine.trtllm.serving=disaggregated",)
 
 
-def names() -> ModuleType:
-    """triton_repo/bls/1/names.py, which the stub finds beside model.py."""
-    spec = importlib.util.spec_from_file_location("names_of_bls", share("triton_repo") / "bls" / "1" / "names.py")
+def ensemble() -> ModuleType:
+    """triton_repo/llmapi/1/ensemble.py, which the stub finds beside model.py."""
+    spec = importlib.util.spec_from_file_location("names_of_ensemble", share("triton_repo") / "llmapi" / "1" / "ensemble.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -91,38 +91,29 @@ def written(layout: ModuleType, folder: Path, release: str | None) -> Path:
 def test_nothing_but_models_lies_in_the_root_and_our_own_check_passes(layout, tmp_path):
     repository = written(layout, tmp_path, None)
     models = check_repository(repository, "24.10")
-    assert {path.name for path in repository.iterdir()} == models.keys() == {"fake_r1"} | ({bls.ENGINE} if layout is bls else set())
+    assert {path.name for path in repository.iterdir()} == models.keys() == {"fake_r1"}
     assert not any(config.HasField("model_metrics") for config in models.values()), "no release holds it: what every server takes"
 
 
-def test_the_adapter_may_not_be_named_like_the_model_behind_it(tmp_path):
-    (tmp_path / "repository").mkdir()
-    config = serving.serve_config(model_name="tensorrt_llm")
-    ctx = StageContext(config=config, inputs={"engine": tmp_path}, checkpoint=None, out=tmp_path, progress=serving.Quiet())
-    with pytest.raises(ConfigError, match="is the name of the model behind the adapter"):
-        bls.layout(ctx)
-
-
 def test_the_adapter_declares_what_it_translates_and_the_engine_what_it_gets():
-    module = names()
+    module = ensemble()
     declared = {spec.name for spec in bls.INPUTS}
     assert declared == module.NAMES.keys() | set(module.REFUSED) | {"beam_width"}
     assert set(module.NAMES.values()) <= {spec.name for spec in llmapi.INPUTS}
     kinds = {spec.name: spec.kind for spec in llmapi.INPUTS}
     assert all(spec.kind == kinds[module.NAMES[spec.name]] for spec in bls.INPUTS if spec.name in module.NAMES)
-    assert {spec.name for spec in bls.OUTPUTS} == {"text_output", *module.OUTPUTS.values()}
+    assert {spec.name for spec in bls.OUTPUTS} <= {spec.name for spec in llmapi.OUTPUTS}
 
 
-def test_the_adapter_translates_as_old_clients_send():
+def test_names_are_translated_as_old_clients_send_them():
     def text(*words):
         return np.array([[word.encode() for word in words]], np.object_)
 
-    call = names().translate({
+    found = ensemble().translate({
         "text_input": text("a"), "max_tokens": np.array([[5]], np.int32), "stream": np.array([[True]]), "stop_words": text(""),
         "bad_words": text("x", ""), "return_num_output_tokens": np.array([[True]]), "beam_width": np.array([[1]], np.int32),
     })  # fmt: skip
-    assert call.streaming and call.outputs == ["text_output", "num_output_tokens"]
-    assert {name: array.tolist() for name, array in call.inputs.items()} == {
+    assert {name: array.tolist() for name, array in found.items()} == {
         "text_input": [b"a"], "sampling_param_max_tokens": [5], "streaming": [True], "sampling_param_bad": [b"x"],
         "return_num_output_tokens": [True],
     }  # fmt: skip
@@ -131,7 +122,7 @@ def test_the_adapter_translates_as_old_clients_send():
         ({"return_log_probs": np.array([[True]])}, "return_log_probs: not served by this model"),
     ):
         with pytest.raises(ValueError, match=says):
-            names().translate({"text_input": text("a")} | wrong)
+            ensemble().translate({"text_input": text("a")} | wrong)
 
 
 def test_answers_come_without_the_prompt_wherever_a_model_can_leave_it_out():

@@ -69,7 +69,8 @@ def _silent(model: Model) -> Iterator[Fault]:
 
 def _batch(model: Model) -> Iterator[Fault]:
     theirs = _triton(model).get("max_batch_size")
-    if model.settings is not None and theirs not in (None, 0):
+    ensemble = any(tensor.name == "max_tokens" for tensor in model.config.input)  # our model, with a batch dimension of one
+    if model.settings is not None and theirs not in (None, 0, int(ensemble)):
         yield Fault(model.settings.at("triton_config.max_batch_size"), f"max_batch_size is {theirs}: this model does not batch")
 
 

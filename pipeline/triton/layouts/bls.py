@@ -1,24 +1,23 @@
-"""Layout of TensorRT-LLM for old clients: the llmapi model behind an adapter with the names of its ensemble and BLS models.
+"""Layout of TensorRT-LLM for old clients: the llmapi model with the names of TensorRT-LLM's ensemble and BLS models.
 
-The adapter (`text_input`, `max_tokens`, `stream`, `stop_words`, ..., with a batch dimension of one) is what clients and
-Triton's OpenAI frontend talk to: that frontend sends exactly these names to every model that is not vLLM's. It calls the
-llmapi model, `tensorrt_llm`, which it must not be named like. The frontend's manual asks for orchestrator mode
+`text_input`, `max_tokens`, `stream`, `stop_words`, ... with a batch dimension of one are what old clients and Triton's OpenAI
+frontend send (the frontend sends exactly these names to every model that is not vLLM's). Its manual asks for orchestrator mode
 (TRTLLM_ORCHESTRATOR=1) because of the C++ backend's ranks; here `LLM` starts its own ranks, and the variable does nothing.
+
+The names are translated inside the model, not by a BLS model in front of it. Triton's python backend makes the later responses
+of a decoupled BLS call into numpy arrays on a thread that does not hold Python's lock (`Stub::ProcessBLSResponseDecoupled`), so a
+model that serves several requests from Python threads corrupts its memory: an adapter like that died within 1,000 requests
+at 24 at once on 24.10. One that waits in `execute`, as upstream's, serves one request an instance.
 """
 
 from __future__ import annotations
 
-from pipeline.core.errors import ConfigError
 from pipeline.core.stage import StageContext
 from pipeline.triton import pbtxt
-from pipeline.triton.layouts import write_model
-from pipeline.triton.layouts.llmapi import length_of, llm_args, write_llmapi
+from pipeline.triton.layouts.llmapi import write_llmapi
 from pipeline.triton.releases import Release
 
-__all__ = ["ENGINE", "INPUTS", "OUTPUTS", "layout"]
-
-ENGINE = "tensorrt_llm"
-"""Name of the llmapi model, as upstream has it."""
+__all__ = ["INPUTS", "OUTPUTS", "layout"]
 
 INPUTS = (
     *pbtxt.specs({"text_input": "STRING", "max_tokens": "INT32"}),
@@ -64,11 +63,5 @@ OUTPUTS = pbtxt.specs(
 
 
 def layout(ctx: StageContext, release: Release | None = None) -> None:
-    """Write the adapter and the model that it calls."""
-    name = ctx.config.serve.model_name or ctx.config.model.name
-    if name == ENGINE:
-        raise ConfigError(f"serve.model_name={name} is the name of the model behind the adapter: choose another, such as ensemble.")
-    parameters = {"tensorrt_llm_model_name": ENGINE} | length_of(llm_args(ctx))
-    config = pbtxt.build(name, inputs=INPUTS, outputs=OUTPUTS, parameters=parameters, max_batch_size=1, release=release)
-    write_model(ctx.out / "repository", config, "bls")
-    write_llmapi(ctx, ENGINE, release)
+    """Write `repository/<model>/config.pbtxt` and `1/` as the llmapi layout does, under these names."""
+    write_llmapi(ctx, release, INPUTS, OUTPUTS, max_batch_size=1)

@@ -8,7 +8,6 @@ repository can be moved as a whole; an absolute path there (or a file named by L
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -21,7 +20,8 @@ from pipeline.triton.releases import Release
 
 __all__ = ["INPUTS", "OUTPUTS", "layout", "length_of", "llm_args", "write_llmapi"]
 
-DECOUPLED, MAX_BATCH_SIZE = True, 0
+Specs = tuple[pbtxt.TensorSpec, ...]
+DECOUPLED = True
 ENGINES_MAX_BATCH_SIZE = 2048
 """Of TensorRT-LLM, where its arguments do not say."""
 
@@ -61,9 +61,8 @@ OURS = {
     "guided_decoding_guide": "STRING",
     "return_num_input_tokens": "BOOL",
     "return_num_output_tokens": "BOOL",
-    "errors_as_output": "BOOL",
 }
-"""Beyond upstream's: what its ensemble had, the counts that usage is billed by, and errors that another model can read."""
+"""Beyond upstream's: what its ensemble had, and the counts that usage is billed by."""
 INPUTS = (*pbtxt.specs({"text_input": "STRING[-1]"}), *pbtxt.specs(UPSTREAMS | OURS, optional=True))
 OUTPUTS = pbtxt.specs(
     {
@@ -73,31 +72,34 @@ OUTPUTS = pbtxt.specs(
         "cumulative_logprob": "FP32[-1]",
         "num_input_tokens": "INT32[-1]",
         "num_output_tokens": "INT32[-1]",
-        "error_output": "STRING[-1]",
     }
 )
 
 
 def layout(ctx: StageContext, release: Release | None = None) -> None:
     """Write `repository/<model>/config.pbtxt` and `1/` with model.yaml, the model's code and the checkpoint."""
-    write_llmapi(ctx, ctx.config.serve.model_name or ctx.config.model.name, release)
+    write_llmapi(ctx, release, INPUTS, OUTPUTS, max_batch_size=0)
 
 
-def write_llmapi(ctx: StageContext, name: str, release: Release | None) -> None:
-    """The model under a name of its own."""
+def write_llmapi(
+    ctx: StageContext, release: Release | None, inputs: Specs, outputs: Specs, *, max_batch_size: int
+) -> None:
+    """The model with the tensors that its clients use."""
     settings = llm_args(ctx)
     config = pbtxt.build(
-        name,
-        inputs=INPUTS,
-        outputs=OUTPUTS,
+        ctx.config.serve.model_name or ctx.config.model.name,
+        inputs=inputs,
+        outputs=outputs,
         parameters={"max_requests": str(_slots(settings) + ctx.config.serve.max_queue)} | length_of(settings),
-        max_batch_size=MAX_BATCH_SIZE,
+        max_batch_size=max_batch_size,
         decoupled=DECOUPLED,
         release=release,
     )
     version = write_model(ctx.out / "repository", config, "llmapi")
     link_tree(ctx.inputs["engine"] / "checkpoint", version / "checkpoint")
-    _write_model_yaml(version / "model.yaml", settings)
+    policy = {"decoupled": DECOUPLED, "max_batch_size": max_batch_size}
+    text = yaml.safe_dump(settings | {"model": "checkpoint", "triton_config": policy}, sort_keys=True, default_flow_style=False)
+    (version / "model.yaml").write_text(text, encoding="utf-8")
 
 
 def llm_args(ctx: StageContext) -> dict[str, Any]:
@@ -115,10 +117,3 @@ def _slots(settings: dict[str, Any]) -> int:
     """Requests that the engine computes at once: `max_batch_size` is that of one rank where ranks keep their own requests."""
     ranks = settings.get("tensor_parallel_size", 1) if settings.get("enable_attention_dp") else 1
     return int(settings.get("max_batch_size", ENGINES_MAX_BATCH_SIZE) * ranks)
-
-
-def _write_model_yaml(path: Path, settings: dict[str, Any]) -> None:
-    """The engine's arguments, the checkpoint, and what concerns Triton alone."""
-    policy = {"decoupled": DECOUPLED, "max_batch_size": MAX_BATCH_SIZE}
-    text = yaml.safe_dump(settings | {"model": "checkpoint", "triton_config": policy}, sort_keys=True, default_flow_style=False)
-    path.write_text(text, encoding="utf-8")

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from ensemble import translate
 from sampling import Call, read_call, wants_stop
 from settings import read_settings
 
@@ -46,6 +47,8 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             try:
                 tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                if self._settings.ensemble:
+                    tensors = translate(tensors)
                 if wants_stop(tensors):
                     self._loop.call_soon_threadsafe(self._stop, request.request_id(), sender)
                     continue
@@ -80,7 +83,6 @@ class TritonPythonModel:
 
     def _ended(self, task: asyncio.Task[None], request_id: str, stop: asyncio.Event) -> None:
         self._tasks.discard(task)
-        self._room.release()
         self._metrics.running.set(len(self._tasks))
         if self._stops.get(request_id) is stop:
             del self._stops[request_id]
@@ -89,7 +91,7 @@ class TritonPythonModel:
         """Cancel the request with this id, and answer the one that asked."""
         if stop := self._stops.get(request_id):
             stop.set()
-        sender.send(_response(text_output=""), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        sender.send(self._response(text_output=""), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     async def _cancel_all(self) -> None:
         for task in list(self._tasks):
@@ -97,23 +99,28 @@ class TritonPythonModel:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, call: Call, stop: asyncio.Event, sender: Any) -> None:
-        """One request from its prompt to its last response."""
-        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        """One request from its prompt to its last response. Its place is free before that: who has it may ask again."""
+        last = await self._answer(call, stop, sender)
+        self._room.release()
+        sender.send(last, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    async def _answer(self, call: Call, stop: asyncio.Event, sender: Any) -> Any:
+        """The last response, after the others were sent."""
         try:
             result = self._generate(call)
             text = "" if call.exclude_input else call.prompt
             async for delta in self._deltas(result, call, lambda: stop.is_set() or sender.is_cancelled()):
                 text += delta
                 if call.streaming and text:
-                    sender.send(_response(text_output=text))
+                    sender.send(self._response(text_output=text))
                     text = ""
-            sender.send(_response(text_output=text, **_final_outputs(call, result)), flags=final)
+            return self._response(text_output=text, **_final_outputs(call, result))
         except asyncio.CancelledError:
-            sender.send(_failure(call, RuntimeError("the server is shutting down"), "UNAVAILABLE"), flags=final)
+            return _refusal(RuntimeError("the server is shutting down"), "UNAVAILABLE")
         except _Cancelled:
-            sender.send(_failure(call, RuntimeError("the request was cancelled"), "CANCELLED"), flags=final)
+            return _refusal(RuntimeError("the request was cancelled"), "CANCELLED")
         except Exception as error:  # the engine's own refusals reach the client as they are
-            sender.send(_failure(call, error), flags=final)
+            return _refusal(error)
 
     async def _deltas(self, result: Any, call: Call, unwanted: Callable[[], bool]) -> AsyncIterator[str]:
         """New text of each step. Aborts the generation when nobody waits for it any more."""
@@ -141,6 +148,11 @@ class TritonPythonModel:
                 waiting.cancel()
             if not result.finished:
                 result.abort()
+
+    def _response(self, **outputs: str | int | float) -> Any:
+        shape = (1, 1) if self._settings.ensemble else (1,)
+        tensors = [pb_utils.Tensor(name, _array(value).reshape(shape)) for name, value in outputs.items()]
+        return pb_utils.InferenceResponse(output_tensors=tensors)
 
     def _generate(self, call: Call) -> Any:
         more: dict[str, Any] = {"logprobs": 1} if call.cumulative_logprob else {}
@@ -215,34 +227,22 @@ def _final_outputs(call: Call, result: Any) -> dict[str, Any]:
     if call.stop_reason:
         outputs["stop_reason"] = "" if completion.stop_reason is None else str(completion.stop_reason)
     if call.cumulative_logprob:
-        outputs["cumulative_logprob"] = np.array([completion.cumulative_logprob], np.float32)
+        outputs["cumulative_logprob"] = float(completion.cumulative_logprob)
     if call.num_input_tokens:
-        outputs["num_input_tokens"] = np.array([len(result.prompt_token_ids)], np.int32)
+        outputs["num_input_tokens"] = len(result.prompt_token_ids)
     if call.num_output_tokens:
-        outputs["num_output_tokens"] = np.array([len(completion.token_ids)], np.int32)
+        outputs["num_output_tokens"] = len(completion.token_ids)
     return outputs
 
 
-def _response(**outputs: Any) -> Any:
-    tensors = [
-        pb_utils.Tensor(name, np.array([value.encode()], np.object_) if isinstance(value, str) else value)
-        for name, value in outputs.items()
-    ]
-    return pb_utils.InferenceResponse(output_tensors=tensors)
-
-
-def _failure(call: Call, error: Exception, code: str = "") -> Any:
-    """The end of a request that went wrong, told as the call wants it."""
-    if call.errors_as_output:
-        return _response(error_output=f"{code or _code(error)}: {error}")
-    return _refusal(error, code)
+def _array(value: str | int | float) -> np.ndarray:
+    if isinstance(value, str):
+        return np.array([value.encode()], np.object_)
+    return np.array([value], np.int32 if isinstance(value, int) else np.float32)
 
 
 def _refusal(error: Exception, code: str = "") -> Any:
     """An error response; `code` is the name of one of Triton's, where it is not chosen by the kind of error."""
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, code or _code(error))))
-
-
-def _code(error: Exception) -> str:
     kinds = {ValueError: "INVALID_ARG", _FullError: "UNAVAILABLE"}
-    return next((name for kind, name in kinds.items() if isinstance(error, kind)), "INTERNAL")
+    name = code or next((name for kind, name in kinds.items() if isinstance(error, kind)), "INTERNAL")
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, name)))

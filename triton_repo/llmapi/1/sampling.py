@@ -45,9 +45,6 @@ class Call:
     cumulative_logprob: bool = False
     num_input_tokens: bool = False
     num_output_tokens: bool = False
-    errors_as_output: bool = False
-    """Whether what goes wrong is told in an output: Triton 24.10 loses an error that comes after the first response to another
-    model, which then waits for ever."""
     guide: dict[str, Any] = field(default_factory=dict)
     """Arguments of GuidedDecodingParams; empty: the text is free."""
 
@@ -74,7 +71,6 @@ def read_call(tensors: dict[str, np.ndarray]) -> Call:
         cumulative_logprob=_flag(tensors, "return_cumulative_logprob", False),
         num_input_tokens=_flag(tensors, "return_num_input_tokens", False),
         num_output_tokens=_flag(tensors, "return_num_output_tokens", False),
-        errors_as_output=_flag(tensors, "errors_as_output", False),
         guide=_guide(tensors),
     )
 

@@ -25,6 +25,8 @@ class Settings:
     """Seconds between two looks at whether the client is gone."""
     max_requests: int
     """Requests that may run or wait."""
+    ensemble: bool
+    """Whether clients use the names of TensorRT-LLM's ensemble, with a batch dimension of one."""
 
     @property
     def guides(self) -> bool:
@@ -50,7 +52,8 @@ def read_settings(args: dict[str, str]) -> Settings:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         engine["gpus_per_node"] = len(devices)
     period = policy.get("cancellation_check_period_ms", CANCEL_PERIOD_MS)
-    return Settings(engine, period / 1000, int(config["parameters"]["max_requests"]["string_value"]))
+    most = int(config["parameters"]["max_requests"]["string_value"])
+    return Settings(engine, period / 1000, most, _has_ensemble_names(config))
 
 
 def _require_same_policy(wanted: dict[str, Any], config: dict[str, Any]) -> None:
@@ -62,8 +65,14 @@ def _require_same_policy(wanted: dict[str, Any], config: dict[str, Any]) -> None
             f"config.pbtxt says decoupled {decoupled} and max_batch_size {batch}, triton_config of model.yaml says "
             f"{wanted.get('decoupled')} and {wanted.get('max_batch_size')}; make them equal"
         )
-    if not decoupled or batch:
-        raise RuntimeError("this model streams, one prompt a request: decoupled must be true, max_batch_size 0")
+    if not decoupled or batch != _has_ensemble_names(config):
+        raise RuntimeError(
+            "this model streams, one prompt a request: decoupled must be true, max_batch_size 0, or 1 with the ensemble's names"
+        )
+
+
+def _has_ensemble_names(config: dict[str, Any]) -> bool:
+    return any(tensor["name"] == "max_tokens" for tensor in config.get("input", []))
 
 
 def _devices(config: dict[str, Any], instance: str) -> list[str]:

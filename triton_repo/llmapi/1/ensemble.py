@@ -1,8 +1,6 @@
-"""From the inputs of TensorRT-LLM's ensemble and BLS models to those of its llmapi model."""
+"""Inputs of TensorRT-LLM's ensemble and BLS models, with their batch dimension of one, in the names of its llmapi model."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,25 +32,10 @@ NAMES = {
 WORDS = ("stop_words", "bad_words")
 """Old clients send an empty word for none."""
 REFUSED = ("return_log_probs", "return_context_logits", "return_generation_logits")
-OUTPUTS = {
-    "return_finish_reason": "finish_reason",
-    "return_num_input_tokens": "num_input_tokens",
-    "return_num_output_tokens": "num_output_tokens",
-}
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One request in the names of the llmapi model."""
-
-    inputs: dict[str, np.ndarray]
-    outputs: list[str]
-    """Names of the outputs that were asked for."""
-    streaming: bool
-
-
-def translate(tensors: dict[str, np.ndarray]) -> Call:
-    """The call that a request's inputs (by name, with a batch dimension of 1) describe.
+def translate(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The inputs of a request by the names of the llmapi model, without the batch dimension.
 
     Raises:
         ValueError: with a sentence for the client.
@@ -65,6 +48,4 @@ def translate(tensors: dict[str, np.ndarray]) -> Call:
     for name in WORDS:
         if name in given:
             given[name] = np.array([word for word in given[name] if word], np.object_)
-    inputs = {NAMES[name]: array.copy() for name, array in given.items() if name in NAMES and array.size}
-    outputs = [output for flag, output in OUTPUTS.items() if flag in given and bool(given[flag][0])]
-    return Call(inputs, ["text_output", *outputs], "stream" in given and bool(given["stream"][0]))
+    return {NAMES[name]: array for name, array in given.items() if name in NAMES and array.size}
