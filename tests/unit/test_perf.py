@@ -147,6 +147,20 @@ def test_cutlass_takes_more_kernels_than_trtllm() -> None:
     assert 0.5 < share < 1
 
 
+def test_prefill_of_mla_takes_the_cheaper_of_its_two_forms() -> None:
+    """Chunks write out again what the cache holds: absorbed, 1,088 for 320 a pair, is cheaper up to 512 x 256 / 768 = 171 tokens."""
+
+    def attention(chunk: int) -> float:
+        return predict(case(isl=8192, max_num_tokens=chunk, kv_tokens=1e6)).prefill["attention"]
+
+    whole = attention(8192)
+    assert attention(64) == attention(128) == pytest.approx(whole * 1088 / 320)
+    assert attention(256) < attention(171) < attention(128)
+    assert attention(2048) == pytest.approx(whole * (1 + 512 * 256 / 320 * (1 / 2048 - 1 / 8192)))
+    late = predict(case(isl=8192, max_num_tokens=1024, kv_tokens=1e6)).ttft_ms
+    assert late > predict(case(isl=8192, max_num_tokens=16384, kv_tokens=1e6)).ttft_ms, "eight steps instead of one"
+
+
 def test_a_version_line_is_predicted_by_its_newest_measured_engine() -> None:
     for line, measured in (("1.2", "1.2.0rc6"), ("1.3", "1.3.0rc10"), ("1.4", "1.3.0rc10"), ("1.2.0", "1.2.0rc6")):
         assert predict(case(engine=line)).tpot_ms == predict(case(engine=measured)).tpot_ms

@@ -140,6 +140,17 @@ def test_a_small_cache_is_said_to_forget():
     assert any("The cache forgets" in text for text in warnings)
 
 
+def test_chunks_are_searched_where_the_workload_leaves_them_open():
+    asked = (*R1_B200, "workload.isl=130000", "workload.osl=2000", "engine.trtllm.mtp=1", "parallel.attention_dp=true")
+    opened, whole = plan(*asked), plan(*asked, "workload.chunked_prefill=false")
+    assert opened.deploy["chunked_prefill"] and not whole.deploy["chunked_prefill"]
+    assert opened.deploy["max_num_tokens"] <= 8192 < 130_000 < whole.deploy["max_num_tokens"]
+    speeds = [found.report["predicted"]["tokens_per_gpu"] for found in (opened, whole)]
+    assert speeds[0] > speeds[1], "a step for the whole prompt takes memory that the cache then lacks"
+    why = next(row["reason"] for row in opened.report["decisions"] if row["name"] == "chunked_prefill")
+    assert "over False" in why
+
+
 def test_chunked_prefill_bounds_the_step_not_the_prompt():
     deploy = plan(*R1_B200, "workload=long_document_32k").deploy
     assert deploy["chunked_prefill"] and deploy["max_num_tokens"] < 10_000 < deploy["max_seq_len"]
