@@ -148,7 +148,7 @@ def test_cutlass_takes_more_kernels_than_trtllm() -> None:
 
 
 def test_prefill_of_mla_takes_the_cheaper_of_its_two_forms() -> None:
-    """Chunks write out again what the cache holds: absorbed, 1,088 for 320 a pair, is cheaper up to 512 x 256 / 768 = 171 tokens."""
+    """Chunks write out again what the cache holds: absorbed, 1,088 for 320 a pair, is cheaper up to 512 x 256 / 768 = 171."""
 
     def attention(chunk: int) -> float:
         return predict(case(isl=8192, max_num_tokens=chunk, kv_tokens=1e6)).prefill["attention"]
