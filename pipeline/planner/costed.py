@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.core.errors import ConfigError
+from pipeline.engines.trtllm.fields import shown
 from pipeline.planner.llm_args_file import read_llm_args
 from pipeline.planner.setup import Setup
 
@@ -56,13 +57,21 @@ def require_costed(args: Mapping[str, Any], setup: Setup, own: Mapping[str, Any]
 
 def uncosted(own: Mapping[str, Any]) -> Iterator[str]:
     """One note on the user's own arguments that predictions do not know."""
-    names = [name for name in own if name not in WITHOUT_COST]
+    names = [name for name in _leaves(own) if name.split(".")[0] not in WITHOUT_COST]
     if names:
-        them = "they are" if len(names) > 1 else "it is"
-        yield f"engine.trtllm.args: {', '.join(names)} reached the engine as {them} given; limits and speed are predicted without."
+        them, are = ("them", "are") if len(names) > 1 else ("it", "is")
+        yield f"engine.trtllm.args: {', '.join(names)} {are} handed on as given; limits and speed are predicted without {them}."
+
+
+def _leaves(args: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in args.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def _refusal(name: str, changed: Any, simulated: Any) -> str:
     setting = COSTED[name]
-    way = f"set {setting} for another one" if setting else "there is no prediction without"
-    return f"engine.trtllm.args makes {name} {changed}, and the plan is for {simulated}: leave it out; {way}."
+    way = f"set {setting} for another one" if setting else "there is no prediction for it"
+    return f"engine.trtllm.args makes {name} {shown(changed)}, and the plan is for {shown(simulated)}: leave it out; {way}."

@@ -173,7 +173,7 @@ class TestSettings:
             ("+engine.trtllm.args.max_seq_len=9000", "makes max_seq_len 9000, and the plan is for .* set workload.isl and"),
             ("+engine.trtllm.args.kv_cache_config.dtype=nvfp4", "makes kv_format nvfp4, .* for fp8: .* set quant.kv_dtype"),
             ("+engine.trtllm.args.max_batch_size=4", "cuda_graph_config.max_batch_size .* exceeds max_batch_size 4"),
-            ("+engine.trtllm.args.disable_overlap_scheduler=true", "makes overlap False, .* there is no prediction without"),
+            ("+engine.trtllm.args.disable_overlap_scheduler=true", "makes overlap false, .* there is no prediction for it"),
             ("+engine.trtllm.args.moe_config.load_balancer={num_slots: 288}", "set engine.trtllm.expert_slots for another"),
             ("+engine.trtllm.args.context_parallel_size=2", "context_parallel_size is decided by parallel"),
             ("+engine.trtllm.args.print_iter=1", "did you mean print_iter_log"),
@@ -186,8 +186,9 @@ class TestSettings:
             plan_of(*R1_B200, setting)
 
     def test_what_predictions_do_not_know_is_told(self):
-        report = plan_of(*R1_B200, "+engine.trtllm.args={max_beam_width: 2, print_iter_log: true}").report
-        assert [note for note in report["warnings"] if "engine.trtllm.args: max_beam_width reached" in note]
+        more = "+engine.trtllm.args={max_beam_width: 2, print_iter_log: true, kv_cache_config: {max_tokens: 1000}}"
+        said = "engine.trtllm.args: max_beam_width, kv_cache_config.max_tokens are handed on as given"
+        assert [note for note in plan_of(*R1_B200, more).report["warnings"] if note.startswith(said)]
         assert not [note for note in plan_of(*R1_B200).report["warnings"] if "engine.trtllm.args" in note]
 
     def test_places_for_experts_divide_over_the_ranks(self):
