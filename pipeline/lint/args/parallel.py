@@ -85,7 +85,7 @@ def _gpus(args: Args) -> Iterator[Fault]:
     if args.target.config is None:
         return
     hw, world = args.target.config.hw, args.tp * args.pp * args.cp
-    limit = max(hw.num_devices * hw.num_nodes, hw.nvlink_domain)
+    limit = max(hw.num_devices * (hw.num_nodes or world), hw.nvlink_domain)
     if args.cp > 1 and world > limit:
         yield Fault(args.at("context_parallel_size"), f"TP x PP x CP = {world} ranks, but hw={hw.name} has {limit} GPUs")
 
