@@ -52,6 +52,7 @@ def _head(report: dict[str, Any]) -> Iterator[str]:
             (f"{predicted['tokens_per_gpu']:,.0f}", "tokens/s/GPU"),
             (f"{predicted['tpot_ms']:.1f} ms", f"TPOT (80 %: {low:.1f} to {high:.1f})"),
             (f"{predicted['ttft_ms']:,.0f} ms", "TTFT"),
+            (f"{predicted['tokens_per_second']:,.0f}", f"tokens/s on {predicted['nodes']} node{'s'[: predicted['nodes'] - 1]}"),
         )) + "</div>"  # fmt: skip
 
 

@@ -8,7 +8,7 @@ measured keeps the shared coefficients. `scripts/calibrate_planner.py` writes th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -35,10 +35,16 @@ QUANTITIES: dict[str, tuple[int, tuple[str, ...]]] = {
 SCOPES = ("hw/precision", "engine", "hw/precision/backend", "hw/precision/engine")
 
 
+PARTS: dict[str, Callable[[PerfCase], str]] = {
+    "hw": lambda case: case.machine.name, "precision": lambda case: case.precision, "engine": lambda case: case.engine,
+    "backend": lambda case: case.backend,
+}  # fmt: skip
+"""Of a scope."""
+
+
 def level_of(case: PerfCase, scope: str) -> str:
     """The level of a scope that a case belongs to: b200/fp4, 1.2.0rc6, b200/fp4/TRTLLM, b200/fp4/1.2.0rc6."""
-    parts = {"hw": case.machine.name, "precision": case.precision, "engine": case.engine, "backend": case.backend}
-    return "/".join(parts[part] for part in scope.split("/"))
+    return "/".join([PARTS[part](case) for part in scope.split("/")])
 
 
 def configuration(case: PerfCase) -> str:
@@ -93,12 +99,11 @@ class Calibration:
                 for name in names:
                     logs[name] = logs[name] + sign * value
 
-    def knows(self, case: PerfCase, scope: str) -> bool:
-        """Whether points of the case's own level of a scope were fitted; of an engine, whether its line was: 1.2.0rc6 for 1.2."""
-        level = level_of(case, scope)
-        known = tuple(sorted({effect.level for effect in self.effects if effect.scope == scope}))
-        near = nearest(level, known) if scope == "engine" else None
-        return level in known or (near is not None and _version(near)[:2] == _version(level)[:2])
+    def known(self, scope: str, levels: Sequence[str]) -> list[bool]:
+        """Whether points of each level of a scope were fitted; of an engine, whether its line was: 1.2.0rc6 for 1.2."""
+        fitted = tuple(sorted({effect.level for effect in self.effects if effect.scope == scope}))
+        knows = {level: level in fitted or (scope == "engine" and _same_line(level, fitted)) for level in set(levels)}
+        return [knows[level] for level in levels]
 
     @classmethod
     def read(cls, path: Path) -> Calibration:
@@ -119,6 +124,11 @@ def nearest(level: str, known: tuple[str, ...]) -> str | None:
     head, _, engine = level.rpartition("/")
     older = [item for item in known if item.rpartition("/")[0] == head and _version(item) and _version(item) <= _version(engine)]
     return max(older, key=_version) if older and _version(engine) else None
+
+
+def _same_line(level: str, known: tuple[str, ...]) -> bool:
+    near = nearest(level, known)
+    return near is not None and _version(near)[:2] == _version(level)[:2]
 
 
 def _version(text: str) -> tuple[int, ...]:

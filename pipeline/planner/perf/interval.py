@@ -25,17 +25,15 @@ Z80 = 1.2816
 
 def unfamiliar(calibration: Calibration, cases: Sequence[PerfCase]) -> dict[str, Array]:
     """What of each case the calibration has not seen; zeros where everything is familiar."""
-    table = [
-        (
-            case.mtp > 0,
-            not calibration.knows(case, "hw/precision"),
-            not calibration.knows(case, "engine"),
-            _outside(calibration, case),
-        )
-        for case in cases
-    ]
-    columns = np.array(table, dtype=np.float64).reshape(len(cases), 4).T
-    return dict(zip(("drafts", "hw", "engine", "outside"), columns, strict=True))
+    chips, engines = (
+        calibration.known(scope, [level_of(case, scope) for case in cases]) for scope in ("hw/precision", "engine")
+    )
+    return {
+        "drafts": np.array([case.mtp > 0 for case in cases], dtype=np.float64),
+        "hw": 1 - np.array(chips, dtype=np.float64),
+        "engine": 1 - np.array(engines, dtype=np.float64),
+        "outside": np.array([_outside(calibration, case) for case in cases], dtype=np.float64),
+    }
 
 
 def _outside(calibration: Calibration, case: PerfCase) -> float:
