@@ -123,11 +123,11 @@ class TestApart:
     def test_lint_finds_nothing_wrong_with_it(self, tmp_path):
         ctx = built(tmp_path, *APART)
         written = sorted(ctx.out.rglob("*.yaml"))
-        report = lint(written, Target(version="1.2", config=ctx.config))
+        report = lint(written, Target(version="1.2", config=ctx.config, load=True))
         assert len(report.linted) == 3 and {finding.level for finding in report.findings} <= {"note"}, list(report.lines())
         together = ctx.out / "llm_args.yaml"  # a server that does both must take a prompt in one step
         together.write_text((ctx.out / "instances" / "generation" / "llm_args.yaml").read_text())
-        assert "cannot take a prompt" in "\n".join(lint([together], Target(version="1.2", config=ctx.config)).lines())
+        assert "cannot take a prompt" in "\n".join(lint([together], Target(version="1.2", config=ctx.config, load=True)).lines())
 
     def test_alike_instances_have_one_row(self, tmp_path):
         ctx = built(tmp_path, *R1_B200)
