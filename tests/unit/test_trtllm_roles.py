@@ -178,6 +178,7 @@ class TestSettings:
             ("+engine.trtllm.args.context_parallel_size=2", "context_parallel_size is decided by parallel"),
             ("+engine.trtllm.args.print_iter=1", "did you mean print_iter_log"),
             ("+engine.trtllm.args.sleep_config={}", "not an argument of 1.2, but of 1.3"),
+            ("engine.trtllm.backend=_autodeploy", "choose one of pytorch, tensorrt"),
             ("engine.trtllm.backend=tensorrt", "no script converts a DeepSeek-R1 checkpoint"),
         ],
     )
