@@ -68,7 +68,8 @@ def _packages() -> Iterator[Finding]:
         "torch": "pip install 'r1-pipeline[torch]': verify and engine=torch need it",
         "nvidia-pytriton": "pip install 'r1-pipeline[server]', or run where tritonserver is on PATH",
         "tensorrt-llm": "use a container with TensorRT-LLM: engine=trtllm writes its bundle without it",
-        "tensorrt": "use a container with TensorRT",
+        "tensorrt-cu13": "pip install 'r1-pipeline[tensorrt]': engine=tensorrt for SM90 and SM100 builds with it, on that GPU",
+        "tensorrt-rtx-cu13-bindings": "pip install 'r1-pipeline[rtx]': engine=tensorrt for SM75 to SM121 builds with it, anywhere",
         "nvidia-modelopt": "pip install 'r1-pipeline[modelopt]': only for comparisons",
     }
     for name, fix in wanted.items():
@@ -144,6 +145,13 @@ def _verdicts(have: dict[str, bool]) -> Iterator[Finding]:
         "bundle written; validated by tensorrt_llm"
         if have["tensorrt-llm"]
         else "bundle written; not validated by tensorrt_llm, which is not here",
+    )
+    yield Finding(
+        "can",
+        "engine=tensorrt",
+        have["tensorrt-rtx-cu13-bindings"] or have["tensorrt-cu13"],
+        "for SM80 to SM89, SM120 and SM121" if have["tensorrt-rtx-cu13-bindings"] else "for this machine's GPU",
+        "pip install 'r1-pipeline[rtx]'",
     )
     yield Finding("can", "serve, smoke", have["tritonserver"], "on this machine", "install tritonserver")
 

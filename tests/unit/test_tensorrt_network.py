@@ -24,6 +24,7 @@ from pipeline.engines.tensorrt.network.spec import Spec  # noqa: E402
 from pipeline.engines.tensorrt.reference import reference  # noqa: E402
 from pipeline.engines.tensorrt.session import Session  # noqa: E402
 from pipeline.engines.tensorrt.weights import Weights  # noqa: E402
+from tests._utils import random_checkpoint  # noqa: E402
 from tests._utils.run_stage import convert, recipe  # noqa: E402
 
 TINY_R1 = Path(__file__).parents[2] / "pipeline" / "data" / "tiny_r1"
@@ -148,6 +149,32 @@ def test_ranks_that_come_to_different_collectives_are_told_apart(tmp_path) -> No
     group = session(tmp_path, *many, rows=1)
     with pytest.raises(StageError, match="The ranks do not agree: 0 have ended while others wait in ALL_GATHER, ALL_REDUCE"):
         group.step("expanded", np.full((2, 1, 4), 7), start(0, 2, 1))
+
+
+ODD = {
+    "one group of experts": {"n_group": 1, "topk_group": 1},
+    "no YaRN, shares not normalised": {"rope_scaling": None, "norm_topk_prob": False, "n_shared_experts": 2},
+    "no width is a multiple of a block": {
+        "hidden_size": 320, "moe_intermediate_size": 96, "intermediate_size": 200, "kv_lora_rank": 80, "q_lora_rank": 72,
+        "qk_rope_head_dim": 32, "qk_nope_head_dim": 48, "v_head_dim": 56,
+    },
+    "values as wide as keys": {"v_head_dim": 192, "moe_layer_freq": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_other_shapes_of_the_architecture(tmp_path, name) -> None:
+    checkpoint = Checkpoint.open(random_checkpoint.write(tmp_path / "checkpoint", {"num_hidden_layers": 3} | ODD[name]))
+    shapes = {"max_batch": 2, "max_seq_len": 16, "last_layer": 3, "dtype": "float32", "arch": checkpoint.arch}
+    specs = {form: Spec(form=form, max_tokens=count, **shapes) for form, count in (("expanded", 12), ("absorbed", 1))}
+    nets = {form: Interpreter(network(what, tmp_path, checkpoint)) for form, what in specs.items()}
+    one = Session(specs, lambda names, feeds: run_ranks([nets[names[0]]], feeds), 2)
+    tokens = np.random.default_rng(5).integers(3, checkpoint.arch.vocab_size, (2, 12))
+    with torch.inference_mode():
+        wanted = reference(checkpoint)(torch.from_numpy(tokens)).numpy()
+    prefill, _ = one.step("expanded", tokens[None, :, :11], start(0))
+    decode, _ = one.step("absorbed", tokens[None, :, 11:], start(11))
+    assert np.abs(np.concatenate([prefill, decode], 2)[0] - wanted).max() < 1e-5  # logits reach 1.6
 
 
 def test_segments_of_layers_equal_the_whole(tmp_path, ids, expected) -> None:

@@ -1,6 +1,7 @@
 """Collectives as layers of the network: what ranks exchange within a step.
 
-TensorRT checks neither that the ranks of a group differ nor that their number is `num_ranks`; here both follow from `Spec`.
+TensorRT checks neither that the ranks of a group differ nor that their number is `num_ranks`; here both follow from `Spec`. Tokens
+travel in BF16: TensorRT refuses FP8 and FP4 tensors in a collective ("is not consumed by ... IDequantizeLayer", 1.7.1).
 """
 
 from __future__ import annotations
