@@ -12,9 +12,10 @@ import yaml
 
 from pipeline.config.load import load
 from pipeline.core.errors import MissingToolError, StageError
-from pipeline.core.jsonio import write_json
+from pipeline.core.jsonio import read_json, write_json
 from pipeline.core.stage import StageContext
 from pipeline.engines import trtllm
+from pipeline.engines.trtllm.build import build
 from pipeline.engines.trtllm.llm_args import render, to_yaml
 from pipeline.engines.trtllm.versions import version_line
 from pipeline.engines.trtllm.warm import warm
@@ -79,6 +80,23 @@ def test_too_few_gpus_are_told_before_anything_is_loaded(bundle):
     with pytest.raises(MissingToolError, match="takes 4 GPUs, and this machine shows 2"):
         warm(bundle, {"aggregated": {**ARGS, "pipeline_parallel_size": 2}}, [], Notes())
     assert not (bundle / "cache").exists()
+
+
+def test_the_engine_stage_lists_what_was_kept(bundle):
+    config = load(["+hw=b200", "model=deepseek_r1", "engine.trtllm.warm=true"])
+    out, plan, convert = (bundle.parent / name for name in ("stage", "plan", "convert"))
+    for folder in (out, plan, convert):
+        folder.mkdir()
+    write_json(plan / "deploy.json", {**make_plan(config, config.model.hf).deploy, "tp": 2, "ep": 2})
+    (convert / "config.json").write_text("{}")
+    ctx = StageContext(
+        config=config, inputs={"plan": plan, "convert": convert}, checkpoint=None, out=out, progress=Notes()
+    )  # fmt: skip
+    build(ctx)
+    engine = read_json(out / "engine.json")
+    assert engine["warmed"] and all((out / name).is_file() for name in engine["warmed"])
+    assert "loaded and warmed here; not served" in engine["not_run"]
+    assert "aggregated: the engine tunes kernels" in ctx.progress
 
 
 def test_a_server_starts_with_a_writable_copy_of_what_was_kept(tmp_path):
