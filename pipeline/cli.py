@@ -121,9 +121,9 @@ COMMANDS: dict[str, Command] = {
     "migrate": Command(
         "rewrite a file of LLM arguments for another version of TensorRT-LLM",
         "FILE is a YAML or JSON file in the names of any version line, of guides before 1.0, of trtllm-serve's command line, of\n"
-        "vLLM or of SGLang (from=vllm says so where its names do not). Prints the file for version= (older or newer), with what\n"
-        "changed and what has no equivalent, and why, as comments; out=FILE writes it. It exits with 4 when something had to be\n"
-        "left out.",
+        "vLLM or of SGLang (from=vllm says so where its names do not); one of trtllm-serve disaggregated, or a model.yaml of\n"
+        "Triton, too. Prints the file for version= (older or newer), with what changed and what has no equivalent, and why, as\n"
+        "comments; out=FILE writes it. It exits with 4 when something had to be left out.",
         "migrate",
         needs_config=False,
         arguments="FILE [version=1.2] [out=FILE] [from=vllm|sglang] ",
