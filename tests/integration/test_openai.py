@@ -245,7 +245,7 @@ def test_a_full_queue_is_429(gateway: Gateway) -> None:
 
     def one(_: int) -> str:
         try:
-            return gateway.chat("abc", max_tokens=90).choices[0].message.content
+            return gateway.chat("abc", max_tokens=300).choices[0].message.content
         except openai.RateLimitError as error:
             assert error.code == "queue_full" and error.response.headers["retry-after"] == "1"
             return "full"
@@ -253,7 +253,7 @@ def test_a_full_queue_is_429(gateway: Gateway) -> None:
     fit = 4 + MAX_QUEUE
     with ThreadPoolExecutor(fit + 5) as pool:
         answers = list(pool.map(one, range(fit + 5)))
-    assert answers.count("abc" * 30) == fit and answers.count("full") == 5
+    assert answers.count("abc" * 100) == fit and answers.count("full") == 5
 
 
 # --- many at once, and clients that leave ---------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_a_model_whose_process_died_is_not_healthy(tmp_path: Path) -> None:
     repository = serving.package_engine(engine, tmp_path / "package", config(), serving.FAKE_RUNTIME)
     with server.start(serve, repository) as started, beside(serve, started.endpoint, started.models, repository) as companion:
         assert companion
-        with openai.OpenAI(base_url=companion.line.split()[-1], api_key="any", max_retries=0, timeout=20) as client:
+        with openai.OpenAI(base_url=companion.line.split()[-1], api_key="any", max_retries=0, timeout=60) as client:
             assert healthy(client)
             ask = {"model": "fake_r1", "max_tokens": 2}
             with ThreadPoolExecutor(1) as pool:
