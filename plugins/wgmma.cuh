@@ -3,6 +3,11 @@
 
 typedef unsigned long long u64;
 
+// What is multiplied: BF16, or FP16 where the including source says so. Sums are float32.
+#ifndef OPERANDS
+#define OPERANDS "bf16.bf16"
+#endif
+
 struct alignas(64) TensorMap { char bytes[128]; };
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
@@ -37,7 +42,7 @@ __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 // sum [64, 64] = (or +=) a [64, 16] * b [64, 16]^T, both in shared memory, rows along the inner axis
 __device__ __forceinline__ void wgmma_64(float (&s)[32], u64 a, u64 b, int add) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" PLACES_32
+      "{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." OPERANDS " {" PLACES_32
       "}, %32, %33, p, 1, 1, 0, 0; }"
       : SUMS_32(s, 0) : "l"(a), "l"(b), "r"(add));
 }
@@ -45,14 +50,14 @@ __device__ __forceinline__ void wgmma_64(float (&s)[32], u64 a, u64 b, int add) 
 // sum [64, 256] += a [64, 16] * b [16, 256], b along columns; a in registers
 __device__ __forceinline__ void wgmma_256(float (&o)[128], const u32 (&a)[4], u64 b) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" PLACES_128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." OPERANDS " {" PLACES_128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"
       : SUMS_128(o) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // the same, a in shared memory, rows along the inner axis
 __device__ __forceinline__ void wgmma_256(float (&o)[128], u64 a, u64 b) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" PLACES_128 "}, %128, %129, 1, 1, 1, 0, 1;"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." OPERANDS " {" PLACES_128 "}, %128, %129, 1, 1, 1, 0, 1;"
       : SUMS_128(o) : "l"(a), "l"(b));
 }
 

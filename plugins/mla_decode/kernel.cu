@@ -13,11 +13,14 @@
 // loads for the next begin while sums are written.
 //
 // The cache's rows beyond a sequence may hold anything: masked scores are lowest, and rows are zeroed before they are weighed.
-// An FP8 cache (E4M3; its NaN is read as 480) arrives in the space of half as many bytes and is expanded to BF16, exactly, by the
-// four warps that are idle otherwise; its scale is the scores' and the sums'.
+// An FP8 cache (E4M3) arrives in the space of half as many bytes and is expanded to FP16, exactly, by the four warps that are idle
+// otherwise; queries and weights are FP16 then, too, and the cache's scale is the scores' and the sums'.
 // Compiled by NVRTC for sm_90a: HEADS (a multiple of 64, or fewer than 64), PAGE (a multiple of 64), FP8.
 
 #include "../numerics.cuh"
+#if FP8
+#define OPERANDS "f16.f16"
+#endif
 #include "../wgmma.cuh"
 #include "work.cuh"
 
@@ -49,7 +52,7 @@ __device__ __forceinline__ void load_half(Shared& shared, const TensorMap* cache
   if (rope) copy_tile(shared_address(shared.keys[block]) + ROPE_TILE * TILE, cache, ROPE_TILE * 64, row, done);
 }
 
-// Four warps: a half's codes to BF16, in place: all are read before any is written.
+// Four warps: a half's codes to FP16, in place: all are read before any is written.
 __device__ __forceinline__ void expand_half(Shared& shared, int block, int half, u32 parity) {
   const bool rope = half == rope_half(block);
   char* tiles = shared.keys[block] + 4 * half * TILE;
@@ -181,10 +184,10 @@ __device__ __forceinline__ void weigh(float (&s)[32], const float (&top)[2], flo
   }
 }
 
-// Weights in BF16, as the first operand of four steps.
+// Weights as the first operand of four steps.
 __device__ __forceinline__ void round_weights(const float (&s)[32], u32 (&weights)[4][4]) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) weights[i / 4][i % 4] = bf16_pair(s[2 * i], s[2 * i + 1]);
+  for (int i = 0; i < 16; ++i) weights[i / 4][i % 4] = operand_pair(s[2 * i], s[2 * i + 1]);
 }
 
 // The same into shared memory, for the other warpgroup.
@@ -324,6 +327,17 @@ __device__ __forceinline__ void write(Shared& shared, int w, int row, const floa
         *(const uint4*)(shared.q + line * 1024 + ((32 * w + (lane ^ line % 8)) << 4));
 }
 
+// Queries arrive in BF16.
+__device__ __forceinline__ void queries_to_operands(Shared& shared) {
+#pragma unroll 2
+  for (int i = threadIdx.x; i < BLOCK / 16; i += CONSUMERS) {
+    uint4& v = ((uint4*)shared.q)[i];
+    v = make_uint4(to_operands(v.x), to_operands(v.y), to_operands(v.z), to_operands(v.w));
+  }
+  publish();
+  rendezvous(SUMS, CONSUMERS);
+}
+
 template <int W>
 __device__ __forceinline__ void consume(Shared& shared, const Problem& p) {
   const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
@@ -335,6 +349,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Problem& p) {
     if (piece.begin < piece.end) {
       barrier_wait(&shared.q_full, q_parity);
       q_parity ^= 1;
+      if (FP8) queries_to_operands(shared);
 #pragma unroll 1
       for (int first = piece.begin; first < piece.end; first += 2, parity ^= 1) {
         float s[32];

@@ -1,4 +1,4 @@
-// What a CTA of `kernel.cu` works on, and how an FP8 cache's codes become BF16.
+// What a CTA of `kernel.cu` works on, and what it multiplies.
 
 constexpr int LATENT = 512, DIM = 576, TOKENS = 64, TILE = 64 * 128, TILES = DIM / 64, ROPE_TILE = TILES - 1;
 constexpr int BLOCK = TILES * TILE, CONSUMERS = 256, THREADS = CONSUMERS + 128;
@@ -28,19 +28,35 @@ struct Piece {
   }
 };
 
-// Two E4M3 codes, by the bytes' places, to BF16: their bits are BF16's, 120 powers of two down.
-__device__ __forceinline__ u32 expanded(u32 codes, u32 places) {
-  const u32 bytes = __byte_perm(codes, 0, places);
+// Two floats as the products' operands: BF16, or FP16 for an FP8 cache, which has all of E4M3's values, too.
+__device__ __forceinline__ u32 operand_pair(float first, float second) {
+#if FP8
   u32 pair;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"((bytes & 0x80008000u) | (bytes & 0x7F007F00u) >> 4), "r"(0x7B807B80u));
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+#else
+  return bf16_pair(first, second);
+#endif
+}
+
+// Two BF16 -> two FP16, at most its largest number.
+__device__ __forceinline__ u32 to_operands(u32 pair) {
+  const float most = 65504.f, first = first_of(pair), second = second_of(pair);
+  return operand_pair(fminf(fmaxf(first, -most), most), fminf(fmaxf(second, -most), most));
+}
+
+// Two E4M3 codes -> two FP16, exactly.
+__device__ __forceinline__ u32 expanded(u32 codes) {
+  u32 pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((u16)codes));
   return pair;
 }
 
 // Sixteen codes, the `index`-th of a tile (four a row), to where the matrix instructions look for them.
 __device__ __forceinline__ void store_expanded(char* tile, int index, uint4 v) {
   const int line = index / 4, piece = index % 4 * 2;
-  const uint4 low = make_uint4(expanded(v.x, 0x1404), expanded(v.x, 0x3424), expanded(v.y, 0x1404), expanded(v.y, 0x3424));
-  const uint4 high = make_uint4(expanded(v.z, 0x1404), expanded(v.z, 0x3424), expanded(v.w, 0x1404), expanded(v.w, 0x3424));
+  const uint4 low = make_uint4(expanded(v.x), expanded(v.x >> 16), expanded(v.y), expanded(v.y >> 16));
+  const uint4 high = make_uint4(expanded(v.z), expanded(v.z >> 16), expanded(v.w), expanded(v.w >> 16));
   *(uint4*)(tile + line * 128 + ((piece ^ line % 8) << 4)) = low;
   *(uint4*)(tile + line * 128 + ((piece + 1 ^ line % 8) << 4)) = high;
 }
