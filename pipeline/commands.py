@@ -63,9 +63,12 @@ def verify(options: Options, console: Console) -> int:
 
     if folders_of(options.overrides):
         return verify_command(options, console)
-    result = _build(options, console, "verify")["verify"]
-    for line in (result.out / "report.md").read_text(encoding="utf-8").splitlines():
-        console.line(line)
+    try:
+        result = _build(options, console, "verify")["verify"]
+    except GateError as error:
+        _show(error.report, console)
+        raise
+    _show(result.out / "report.md", console)
     console.result({"stage": "verify", "folder": str(result.out), "report": read_json(result.out / "report.json")})
     return 0
 
@@ -82,6 +85,11 @@ def migrate(options: Options, console: Console) -> int:
     from pipeline.migrate import migrate_command
 
     return migrate_command(options, console)
+
+
+def _show(file: Path | None, console: Console) -> None:
+    for line in file.read_text(encoding="utf-8").splitlines() if file else ():
+        console.line(line)
 
 
 def engine(options: Options, console: Console) -> int:

@@ -38,6 +38,8 @@ from pipeline.planner.perf.work import Array  # noqa: E402
 
 TARGET = ROOT / "pipeline" / "planner" / "perf" / "calibration" / "deepseek_r1.yaml"
 FOLDS, SEEDS = 10, 3
+Predicted = Mapping[tuple[str, int], float]
+"""Milliseconds by `Point.asked`."""
 HEADER = """\
 # Calibrated by scripts/calibrate_planner.py; do not edit by hand. What the names mean: pipeline/planner/perf/step.py.
 """
@@ -76,7 +78,8 @@ def main() -> int:
     options = parser.parse_args()
     began = time.process_time()
     points = [point for point in read_points(options.points, ROOT / "conf") if point.case]
-    theirs = read_aiconfigurator(options.points.with_name("aiconfigurator_vs_measured.json"))
+    beside = options.points.with_name("aiconfigurator_vs_measured.json")
+    theirs = {quantity: read_aiconfigurator(beside, quantity) for quantity in ("tpot", "ttft")}
     report, calibration = run(points, theirs, 1 if options.quick else SEEDS)
     report["cpu_seconds"] = round(time.process_time() - began, 1)
     print(json.dumps(report, indent=1))
@@ -87,7 +90,7 @@ def main() -> int:
     return 0
 
 
-def run(points: list[Point], theirs: Mapping[tuple[str, int], float], seeds: int) -> tuple[dict[str, Any], Calibration]:
+def run(points: list[Point], theirs: Mapping[str, Predicted], seeds: int) -> tuple[dict[str, Any], Calibration]:
     """The report and the calibration with its spreads."""
     calibration = fit_first_token(points, fit(points))
     seen = [not point.derived for point in points]
@@ -105,7 +108,7 @@ def run(points: list[Point], theirs: Mapping[tuple[str, int], float], seeds: int
         "parameters": {"shared": len(calibration.coefficients), "effects": len(calibration.effects)},
         "in_sample": summary(residuals(calibration, points)[seen]),
         "by_configuration": [summary(left[seen]) for left in by_seed],
-        "against_aiconfigurator": against(points, by_seed[0], theirs),
+        "against_aiconfigurator": against(points, by_seed[0], theirs["tpot"]),
         "by_configuration_per_chip": per(points, by_seed[0], chip),
         "by_configuration_mtp": {name: summary(by_seed[0][mask]) for name, mask in mtp_masks(points).items()},
         "left_out_chip": per(points, unseen["hw"], chip),
@@ -113,20 +116,21 @@ def run(points: list[Point], theirs: Mapping[tuple[str, int], float], seeds: int
         "left_out_engine": per(points, unseen["engine"], engine),
         "left_out_load": per(points, unseen["load"], load),
         "other_concurrency_left_out": summary(alone[shared]),
-        "ttft": first_token(points, calibration, seen),
+        "ttft": first_token(points, calibration, seen, theirs["ttft"]),
         "coverage_80": coverage(points, by_seed[0]),
         "spread": calibration.spread,
     }
     return report, calibration
 
 
-def first_token(points: list[Point], calibration: Calibration, seen: list[bool]) -> dict[str, Any]:
+def first_token(points: list[Point], calibration: Calibration, seen: list[bool], theirs: Predicted) -> dict[str, Any]:
     """TTFT, fitted and with each configuration left out."""
     left = cross_validate(points, lambda point: point.key, FOLDS, quantity="ttft")
     return {
         "in_sample": summary(residuals(calibration, points, "ttft")[seen]),
         "by_configuration": summary(left[seen]),
         "by_configuration_per_chip": per(points, left, chip),
+        "against_aiconfigurator": against(points, left, theirs, "ttft"),
     }
 
 
@@ -149,9 +153,12 @@ def per(points: list[Point], log: Array, key: Callable[[Point], Hashable]) -> di
     return {str(name): summary(log[[item == name for item in keys]]) for name in sorted({item for item in keys if item}, key=str)}
 
 
-def against(points: list[Point], log: Array, theirs: Mapping[tuple[str, int], float]) -> dict[str, dict[str, dict[str, float]]]:
+def against(
+    points: list[Point], log: Array, theirs: Predicted, quantity: str = "tpot"
+) -> dict[str, dict[str, dict[str, float]]]:
     """Left-out errors of ours beside aiconfigurator's stored ones, where it was run with the MTP depth that ran."""
-    other = np.array([np.log((point.tpot_ms or np.nan) / theirs.get(point.asked, np.nan)) for point in points])
+    measured = [getattr(point, f"{quantity}_ms") or np.nan for point in points]
+    other = np.log([value / theirs.get(point.asked, np.nan) for value, point in zip(measured, points, strict=True)])
     names = np.array([chip(point) for point in points])
     both = ~np.isnan(other) & ~np.isnan(log)
     if not both.any():

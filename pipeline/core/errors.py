@@ -30,7 +30,7 @@ class GateError(StageError):
 
     def __init__(self, *reasons: str, report: Path | None = None, damage: bool = False) -> None:
         super().__init__(" ".join([*reasons, *([f"The full report is {report}."] if report else [])]))
-        self.reasons, self.damage = reasons, damage
+        self.reasons, self.report, self.damage = reasons, report, damage
 
 
 class MissingToolError(PipelineError):

@@ -86,14 +86,14 @@ def read_points(path: Path, conf: Path) -> list[Point]:
     return [read_point(row, arch, machines) for row in rows]
 
 
-def read_aiconfigurator(path: Path) -> dict[tuple[str, int], float]:
-    """Stored predictions of aiconfigurator: TPOT in ms by fingerprint and the draft tokens that it was run with; empty
+def read_aiconfigurator(path: Path, quantity: str = "tpot") -> dict[tuple[str, int], float]:
+    """Stored predictions of aiconfigurator: TPOT or TTFT in ms by fingerprint and the draft tokens that it was run with; empty
     without the file."""
     if not path.is_file():
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))
     answered = [row for row in rows if row.get("p_tpot") and not row.get("err")]
-    return {(fingerprint(row), int(row["args"].get("nextn") or 0)): row["p_tpot"] for row in answered}
+    return {(fingerprint(row), int(row["args"].get("nextn") or 0)): row[f"p_{quantity}"] for row in answered}
 
 
 def read_point(row: Mapping[str, Any], arch: Arch, machines: Mapping[str, Machine]) -> Point:
