@@ -115,7 +115,7 @@ def _decisions(case: Case) -> tuple[Decision, ...]:
     moe = networks(case.config, case.arch)[0].moe
     return (
         Decision("library", library, f"it builds for {', '.join(f'SM{sm}' for sm in targets)}", "engine.tensorrt.library"),
-        Decision("moe", moe, "TensorRT's own layer builds for SM100, SM103 and SM110 only", "engine.tensorrt.moe"),
+        Decision("moe", moe, "TensorRT's own layer is for SM100, SM103 and SM110, and BF16 experts", "engine.tensorrt.moe"),
         Decision("expanded_from", engine.expanded_from, "as configured", "engine.tensorrt.expanded_from"),
         Decision("max_batch_size", engine.max_batch_size, "as configured", "engine.tensorrt.max_batch_size"),
         Decision("max_seq_len", engine.max_seq_len, "as configured", "engine.tensorrt.max_seq_len"),

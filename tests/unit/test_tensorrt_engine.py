@@ -84,6 +84,7 @@ def test_the_library_follows_from_the_gpu() -> None:
         ((*RTX, "engine.tensorrt.targets=[37]"), "No TensorRT library builds for SM37"),
         ((*RTX, "engine.tensorrt.library=tensorrt_rtx", "engine.tensorrt.targets=[100]"), "tensorrt_rtx does not build for SM100"),
         ((*RTX, "engine.tensorrt.moe=layer"), "moe=layer builds with tensorrt for SM100, SM103 and SM110, not with tensorrt_rtx"),
+        (("+hw=b200", "engine=tensorrt", "quant=nvfp4", "engine.tensorrt.moe=layer"), "moe=layer gets experts in BF16 here"),
         ((*RTX, "engine.tensorrt.weights=refit"), "weights=refit needs tensorrt"),
         ((*RTX, "parallel.tp=3"), "16 experts do not spread over parallel.tp=3"),
         ((*RTX, "parallel.tp=8", "parallel.attention_dp=false"), "4 heads do not spread over parallel.tp=8"),
@@ -123,6 +124,14 @@ def test_a_data_centre_gpu_needs_tensorrt_and_itself(monkeypatch) -> None:
     with pytest.raises(MissingToolError, match="SM100 is wanted and SM90 is here"):
         tensorrt.requires(config)
     assert tensorrt.determinism(config) == "numeric"
+
+
+@pytest.mark.parametrize(
+    ("hw", "quant", "moe"), [("b200", "bf16", "layer"), ("b200", "nvfp4", "dense"), ("rtx_pro_6000", "bf16", "dense")]
+)
+def test_tensorrt_s_own_moe_layer_is_taken_where_it_builds_and_would_not_widen_the_experts(hw, quant, moe) -> None:
+    config = load([f"+hw={hw}", "engine=tensorrt", f"quant={quant}"])
+    assert {spec.moe for spec in networks.networks(config, ARCH)} == {moe}
 
 
 def test_networks_are_named_after_rank_form_and_layers() -> None:

@@ -59,7 +59,8 @@ def networks(config: Config, arch: Arch) -> list[Spec]:
     if problems := refuse_impossible(config, arch):
         raise ConfigError("\n".join(problems))
     ranks, parallel = layout_of(config)
-    moe, draft = moe_lowering(settings.moe, library, targets), bool(settings.mtp and arch.num_nextn_predict_layers)
+    moe = moe_lowering(settings.moe, library, targets, config.quant.routed_experts)
+    draft = bool(settings.mtp and arch.num_nextn_predict_layers)
     chunk = min(settings.prefill_chunk, settings.max_seq_len)
     shapes = {"absorbed": (settings.max_batch_size, settings.expanded_from - 1), "expanded": (settings.prefill_batch, chunk)}
     return [

@@ -77,11 +77,11 @@ def unsupported(targets: Iterable[int], formats: Iterable[str], dtype: str = "bf
     return problems
 
 
-def moe_lowering(wanted: str, library: str, targets: Iterable[int]) -> str:
-    """`auto` is TensorRT's layer where it builds, else dense.
+def moe_lowering(wanted: str, library: str, targets: Iterable[int], expert_format: str) -> str:
+    """`auto` is TensorRT's layer where it builds and experts are in BF16, which is how it gets them here; else dense.
 
     Raises:
-        ConfigError: the layer was asked for where it does not build.
+        ConfigError: the layer was asked for where it does not build, or for experts that would have to be widened.
     """
     able = library == "tensorrt" and all(sm in MOE_LAYER_TARGETS for sm in targets)
     if wanted == "layer" and not able:
@@ -89,4 +89,9 @@ def moe_lowering(wanted: str, library: str, targets: Iterable[int]) -> str:
             f"engine.tensorrt.moe=layer builds with tensorrt for SM100, SM103 and SM110, not with {library} for "
             f"{', '.join(f'SM{sm}' for sm in targets)}: set engine.tensorrt.moe=dense or dispatch."
         )
-    return ("layer" if able else "dense") if wanted == "auto" else wanted
+    if wanted == "layer" and expert_format != "bf16":
+        raise ConfigError(
+            f"engine.tensorrt.moe=layer gets experts in BF16 here, and experts in {expert_format} would be dequantised for it: "
+            "set engine.tensorrt.moe=dense or dispatch, or quant=bf16."
+        )
+    return ("layer" if able and expert_format == "bf16" else "dense") if wanted == "auto" else wanted
