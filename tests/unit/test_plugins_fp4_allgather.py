@@ -43,6 +43,19 @@ def check() -> None:
     assert torch.equal(codes, wanted[0]) and torch.equal(scales.float(), wanted[1].float())
     with pytest.raises(ConfigError, match="rows of each"):
         op.all_gather(part(rank, 4), "fp8", sizes=[9] * world)
+    benchmark(world)
+
+
+def benchmark(world: int) -> None:
+    """The very script that runs over NCCL: its bytes and errors."""
+    from scripts import bench_collectives
+
+    rows = {(row["collective"], row["precision"]): row for row in bench_collectives.measured((2,), torch.device("cpu"))}
+    assert [rows["all_gather", name]["received_bytes"] for name in op.PRECISIONS] == [
+        (world - 1) * 2 * size for size in (14336, 7392, 4032)
+    ]
+    assert rows["reduce_scatter", "bf16"]["error"] < 1e-2 and rows["combine", "bf16"]["error"] == 0
+    assert rows["all_gather", "fp8"]["error"] < 0.04 < rows["all_gather", "nvfp4"]["error"] < 0.12
 
 
 def exchange(rank: int, world: int, precision: op.Precision) -> None:
