@@ -15,13 +15,16 @@ from typing import Any
 
 import pytest
 
+from pipeline.checkpoint import Checkpoint
 from pipeline.config.load import load
 from pipeline.core.errors import ConfigError, MissingToolError, StageError
 from pipeline.core.stage import StageContext
 from pipeline.engines import tensorrt
 from pipeline.engines.tensorrt import library, networks
+from pipeline.engines.tensorrt.builder import describe
 from pipeline.engines.tensorrt.plan_file import check_header, read_header
 from pipeline.engines.tensorrt.process import fixed_addresses, run_task
+from pipeline.engines.tensorrt.worker import network
 from pipeline.models.arch import Arch
 from pipeline.planner.plan import Plan, make_plan
 from tests._utils import random_checkpoint
@@ -197,56 +200,55 @@ def test_the_same_build_gives_the_same_bytes(built, checkpoint, tmp_path) -> Non
 
 @needs_rtx
 def test_weights_as_inputs_lie_beside_engines_that_do_not_depend_on_them(checkpoint, tmp_path) -> None:
-    """NVFP4 experts and BF16 attention; another checkpoint of the same shape gives the same engines."""
+    """NVFP4 experts and BF16 attention; another checkpoint of the same shape needs no other engine."""
+    from safetensors import safe_open
+
     words = ("quant=nvfp4", "engine.tensorrt.weights=inputs", "engine.tensorrt.mtp=false", "engine.tensorrt.check_tokens=0")
     formats = {"attention": "bf16", "o_proj": "bf16"}
     first = convert(checkpoint, tmp_path / "amax", recipe("nvfp4", **formats))
     other = convert(checkpoint, tmp_path / "mse", recipe("nvfp4", **formats) | {"nvfp4_scale_search": "mse"})
     info, notes = build(tmp_path / "a", first, *words)
-    build(tmp_path / "b", other, *words)
-    from safetensors import safe_open
-
     stored = safe_open(tmp_path / "a" / "weights" / "rank0.safetensors", "numpy")
     inputs = {name for engine in info["engines"].values() for name in engine["inputs"]}
-    assert set(stored.keys()) < inputs
+    assert {name for name in inputs if name.startswith(("model.", "lm_head."))} == set(stored.keys())
     assert stored.get_slice("model.layers.1.mlp.experts.gate_proj.weight").get_shape() == [16, 128, 128]
     assert any("not compared" in note for note in notes)
-    assert digests(tmp_path / "a" / "weights") != digests(tmp_path / "b" / "weights")
-    if fixed_addresses(probe=True):
-        assert digests(tmp_path / "a" / "engines") == digests(tmp_path / "b" / "engines")
+    for name, spec in specs(other, *words).items():
+        assert describe(external(other, spec, tmp_path))["network"] == info["engines"][name]["network"]
+
+
+def specs(checkpoint: Path, *words: str) -> dict[str, Any]:
+    return {networks.name_of(spec): spec for spec in networks.networks(load([*RTX, *SMALL, *words]), Arch.from_dir(checkpoint))}
+
+
+def external(checkpoint: Path, spec: Any, scratch: Path) -> Any:
+    return network(Checkpoint.open(checkpoint), "tensorrt_rtx", spec.plain(), scratch, external=True, values=False)[0]
 
 
 @needs_rtx
-def test_alike_layers_share_an_engine_when_weights_are_inputs(checkpoint, tmp_path_factory) -> None:
-    """Three MoE layers, two of which are neither first nor last: one engine serves both, with caches and weights of their own."""
-    out = tmp_path_factory.mktemp("alike")
-    four = random_checkpoint.write(out / "checkpoint", {"num_hidden_layers": 4})
-    words = ("engine.tensorrt.mtp=false", "engine.tensorrt.check_tokens=0", "engine.tensorrt.layers_per_engine=1")
-    info, notes = build(out / "engine", four, *words, "engine.tensorrt.weights=inputs")
-    files = {name[len("rank0_absorbed_") :]: engine["file"] for name, engine in info["engines"].items() if "absorbed" in name}
-    assert files["layers1-1"] == files["layers2-2"] and len(set(files.values())) == 3
-    assert len(list((out / "engine" / "engines").glob("*.engine"))) == 2 * 3
-    assert "rank0_absorbed_layers2-2: as engines/rank0_absorbed_layers1-1.engine" in notes
-    bound = info["engines"]["rank0_absorbed_layers2-2"]["inputs"]
+def test_alike_layers_share_an_engine_when_weights_are_inputs(tmp_path) -> None:
+    """Of three MoE layers two are neither first nor last: one engine serves both, with caches and weights of their own."""
+    four = random_checkpoint.write(tmp_path / "checkpoint", {"num_hidden_layers": 4})
+    parts = specs(four, "engine.tensorrt.mtp=false", "engine.tensorrt.layers_per_engine=1")
+    told = {name: describe(external(four, spec, tmp_path)) for name, spec in parts.items() if spec.form == "absorbed"}
+    alike = [facts["network"] for facts in told.values()]
+    assert alike[1] == alike[2] and len(set(alike)) == 3
+    bound = told["rank0_absorbed_layers2-2"]["inputs"]
     assert bound["cache.+0"]["binds"] == "cache.2"
-    expert = bound["model.layers.+0.mlp.experts.up_proj.weight"]["binds"]
-    assert expert == "model.layers.2.mlp.experts.up_proj.weight"
-    from safetensors import safe_open
-
-    stored = safe_open(out / "engine" / "weights" / "rank0.safetensors", "numpy").keys()
-    asked = {facts.get("binds", name) for engine in info["engines"].values() for name, facts in engine["inputs"].items()}
-    assert {name for name in asked if name.startswith(("model.", "lm_head."))} == set(stored)
+    assert bound["model.layers.+0.mlp.experts.up_proj.weight"]["binds"] == "model.layers.2.mlp.experts.up_proj.weight"
+    task = {
+        "task": "build", "name": "twin", "spec": parts["rank0_absorbed_layers2-2"].plain(), "checkpoint": str(four),
+        "library": "tensorrt_rtx", "targets": [120], "weights": "inputs", "known": [alike[1]],
+    }  # fmt: skip
+    assert run_task("worker", task, tmp_path, Notes())["facts"]["network"] == alike[1]
+    assert not (tmp_path / "engine").exists()  # it was built before
 
 
 @needs_rtx
 def test_a_rank_has_its_own_experts_alone(checkpoint, tmp_path) -> None:
-    from pipeline.checkpoint import Checkpoint
-    from pipeline.engines.tensorrt.worker import network
-
-    config, opened = load([*RTX, *SMALL, "parallel.tp=2", "engine.tensorrt.mtp=false"]), Checkpoint.open(checkpoint)
-    specs = {networks.name_of(spec): spec for spec in networks.networks(config, opened.arch)}
-    assert sorted(specs) == ["rank0_absorbed", "rank0_expanded", "rank1_absorbed", "rank1_expanded"]
-    _, weights = network(opened, "tensorrt_rtx", specs["rank1_absorbed"].plain(), tmp_path)
+    opened, ranks = Checkpoint.open(checkpoint), specs(checkpoint, "parallel.tp=2", "engine.tensorrt.mtp=false")
+    assert sorted(ranks) == ["rank0_absorbed", "rank0_expanded", "rank1_absorbed", "rank1_expanded"]
+    _, weights = network(opened, "tensorrt_rtx", ranks["rank1_absorbed"].plain(), tmp_path)
     assert weights.used["fp8_block"] - elements_without_experts(opened.arch) == 8 * 3 * 256 * 128
 
 
