@@ -87,11 +87,14 @@ def router_pod(fleet: Fleet) -> dict[str, Any]:
 
 
 def server_probes(fleet: Fleet, item: Instance) -> dict[str, Any]:
-    """Triton's readiness stays true when the stub that runs the model has died, so liveness asks for the stub as well."""
+    """Triton's readiness stays true when the stub that runs the model has died, so liveness asks for the stub as well.
+
+    `[t]` keeps pgrep from finding the shell that runs it.
+    """
     if fleet.disaggregated:
         return _http_probes("http", "/health")
     probes = _http_probes("http", "/v2/health/ready")
-    alive = f"pgrep -f triton_python_backend_stub >/dev/null && curl -sf http://localhost:{item.http_port}/v2/health/live"
+    alive = f"pgrep -f '[t]riton_python_backend_stub' >/dev/null && curl -sf http://localhost:{item.http_port}/v2/health/live"
     probes["livenessProbe"] = {
         "exec": {"command": ["bash", "-c", alive]},
         "periodSeconds": 3 * PERIOD,

@@ -183,6 +183,20 @@ def test_dev_shm_grows_with_stubs_and_ranks_and_is_never_small(tmp_path):
     assert "ipc: host" in small.files["compose/compose.yaml"]
 
 
+def test_the_liveness_probe_does_not_find_its_own_shell(tmp_path):
+    served = list(yaml.safe_load_all(rendered(tmp_path, "one_instance").files["kubernetes/serve.yaml"]))
+    probe = served[0]["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["exec"]["command"]
+    looked_for = probe[-1].split(" && ")[0]
+    assert "stub" in looked_for
+    alive = [*probe[:-1], f"{looked_for.replace('stub', tmp_path.name)} && true"]
+    assert subprocess.run(alive, check=False).returncode == 1
+    stub = subprocess.Popen(["bash", "-c", "read -r line", f"triton_python_backend_{tmp_path.name}"], stdin=subprocess.PIPE)
+    try:
+        assert subprocess.run(alive, check=False).returncode == 0
+    finally:
+        stub.communicate(b"\n")
+
+
 # --- the scripts, run ------------------------------------------------------------------------------------------
 
 RECORD = '#!/usr/bin/env bash\nprintf "%s\\n" "${0##*/} gpus=${CUDA_VISIBLE_DEVICES:-} pdl=${TRTLLM_ENABLE_PDL:-} $*" >>"$RECORD"\n'
@@ -316,6 +330,18 @@ def test_rdma_cards_are_asked_for_where_servers_span_nodes(tmp_path):
     assert limits("apart_on_a_node", "serve.rdma=rdma/ib") == [{"nvidia.com/gpu": 4}] * 4
     two = rendered(tmp_path, "two_nodes").files
     assert "unless serve.rdma names" in two["README.md"] and "MELLANOX_VISIBLE_DEVICES=all" in two["slurm/serve.sbatch"]
+
+
+def test_liveness_fails_where_no_stub_runs(tmp_path):
+    """pgrep -f must not find the probe's own shell."""
+    [deployment, _] = yaml.safe_load_all(rendered(tmp_path, "one_instance").files["kubernetes/serve.yaml"])
+    command = deployment["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["exec"]["command"]
+    assert "riton_python_backend_stub" in command[2] and "http://localhost:8000/v2/health/live" in command[2]
+    absent, present = ("riton_no_such_process_anywhere", "ytest")
+    asked = command[2].partition("&&")[0].replace("riton_python_backend_stub", absent)
+    assert subprocess.run(["bash", "-c", asked], check=False).returncode == 1
+    asked = asked.replace(f"[t]{absent}", f"[p]{present}")
+    assert subprocess.run(["bash", "-c", asked], check=False).returncode == 0
 
 
 def test_vllm_is_started_on_one_node_only(tmp_path):
