@@ -2,6 +2,7 @@
 """R1's kernels on this GPU beside eager torch, torch.compile, every peer that loads, and the limit, in one run.
 
     python scripts/bench_plugins.py [--only NAME ...] [--quick] [--json FILE] [--peers DIR]
+    python scripts/bench_plugins.py --table FILE                 # a result as the README's table; needs no GPU
 
 Times are medians of CUDA graph replays, in microseconds. `--peers DIR`: extension libraries (*.so) of vLLM and sgl-kernel to
 load; others (flashinfer, trtllm_kernel, flash_mla, deep_gemm) are taken if they can be imported. `overlap` is ours with
@@ -27,6 +28,8 @@ import torch  # noqa: E402
 from plugins.bench import Bench  # noqa: E402
 from plugins.timing import machine  # noqa: E402
 
+SHAPE = ("model", "tokens", "batch", "length", "scales", "dtype", "cache")
+
 
 def main() -> int:
     """Measure, print a table; the file is written after every row."""
@@ -36,7 +39,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="DeepSeek-R1 only, no torch.compile")
     parser.add_argument("--json", type=Path, help="write the rows and the machine here")
     parser.add_argument("--peers", type=Path, help="folder of extension libraries to compare with")
+    parser.add_argument("--table", type=Path, help="print this result as a table of Markdown, and measure nothing")
     options = parser.parse_args()
+    if options.table:
+        print("\n".join(table(json.loads(options.table.read_text(encoding="utf-8"))["rows"])))
+        return 0
     if not torch.cuda.is_available():
         sys.exit("No GPU that torch can use: this benchmark needs one.")
     bench = Bench(options.quick)
@@ -63,6 +70,18 @@ def described(rows: list[dict[str, Any]], bench: Bench) -> dict[str, Any]:
     return {"rows": rows, **ceilings, "notes": sorted(set(bench.notes)), **machine()}
 
 
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """A line a plugin and shape: ours, with overlap, cold, the best peer's, eager torch's, and the limit; microseconds."""
+    yield "| kernel | shape | ours | *pdl* | cold | best peer | peer, cold | eager torch | limit |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        shape = " ".join(str(row[key]) for key in SHAPE if key in row)
+        peer = f"{row['peer']} {row['peer_us']:.1f}" if row["peer"] else ""
+        times = [row.get(key) for key in ("ours_us", "overlap_us", "cold_us", "peer_cold_us", "eager_us", "limit_us")]
+        shown = [f"{time:.1f}" if time else "" for time in times]
+        yield f"| `{row['plugin']}` | {shape} | {' | '.join((*shown[:3], peer, *shown[3:]))} |"
+
+
 def load(library: Path) -> str:
     """Nothing, or why the library does not load here."""
     try:
@@ -74,9 +93,7 @@ def load(library: Path) -> str:
 
 def line(row: dict[str, Any]) -> str:
     """A row for people."""
-    shape = " ".join(
-        str(value) for key, value in row.items() if key in ("model", "tokens", "scales", "dtype", "cache", "batch", "length")
-    )
+    shape = " ".join(str(row[key]) for key in SHAPE if key in row)
     times = {name: row[f"{name}_us"] for name in ("ours", "overlap", "cold", "eager", "compile") if row.get(f"{name}_us")}
     times |= row["peers"] | {f"{name} cold": time for name, time in row.get("peers_cold", {}).items()}
     shown = "  ".join(f"{name} {time:.2f}" for name, time in times.items())
