@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """What building TensorRT engines costs at DeepSeek-R1's real size: time, file and memory of one decoder layer of one rank.
 
-    python scripts/bench_tensorrt_build.py [--quick] [--json FILE] [--format fp8_block|nvfp4|bf16 ...] [--ranks 8]
+    python scripts/bench_tensorrt_build.py [--quick] [--json FILE] [--format fp8_block|nvfp4|bf16 ...] [--ranks 8] [--inputs]
 
 Weights are random bytes in R1's shapes and in the format's own layout: 256 experts over the ranks, MLA, the shared expert. Each
 engine (absorbed for decode, expanded for prefill) is built in a process of its own, for SM120, as `engine=tensorrt` does. The limit
-beside it is the file itself: weights, which TensorRT has to hold once. `--quick`: 8 of the rank's experts.
+beside it is the file itself: weights, which TensorRT has to hold once. `--quick`: 8 of the rank's experts. `--inputs`: weights are
+inputs of the engine (engine.tensorrt.weights=inputs), so that it holds none.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--format", action="append", choices=("fp8_block", "nvfp4", "bf16"), help="weights; may be given twice")
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--inputs", action="store_true", help="weights as inputs")
     options = parser.parse_args()
     hf = dict(load_config(["+hw=b200", "model=deepseek_r1"]).model.hf)
     if options.quick:
@@ -59,7 +61,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=".") as folder:
             write(Path(folder), hf, arch, name, options.ranks)
             for form in SHAPES:
-                rows.append(measured(Path(folder), form, name, options.ranks))
+                rows.append(measured(Path(folder), form, name, options.ranks, options.inputs))
                 print(line(rows[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"tensorrt_rtx": installed_version("tensorrt_rtx"), "rows": rows}, indent=1) + "\n")
@@ -108,25 +110,26 @@ def values(random: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> A
     return codes if dtype == "U8" else (codes & 0xF7 if shape[-1] > 1000 else codes & 0x37).view(DTYPES[dtype])
 
 
-def measured(folder: Path, form: str, name: str, ranks: int) -> dict[str, Any]:
+def measured(folder: Path, form: str, name: str, ranks: int, inputs: bool) -> dict[str, Any]:
     """Build in a process of its own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(build_one, (folder, form, name, ranks))
+        return pool.apply(build_one, (folder, form, name, ranks, inputs))
 
 
-def build_one(folder: Path, form: Any, name: str, ranks: int) -> dict[str, Any]:
+def build_one(folder: Path, form: Any, name: str, ranks: int, inputs: bool) -> dict[str, Any]:
     """One engine, and what it took."""
     started, cpu = time.monotonic(), time.process_time()
     checkpoint, _ = Checkpoint.survey(folder)  # it holds one layer alone, which `open` would refuse
     batch, tokens, cache = SHAPES[form]
     spec = Spec(arch=checkpoint.arch, form=form, max_batch=batch, max_tokens=tokens, max_seq_len=cache, first_layer=LAYER,
                 last_layer=LAYER + 1, ranks=ranks)  # fmt: skip
-    net, path = Graph(load("tensorrt_rtx")), folder / f"{form}.engine"
-    define(net, spec, Weights(checkpoint, folder, spec.dtype))
+    net, path = Graph(load("tensorrt_rtx"), external_weights=inputs), folder / f"{form}.engine"
+    define(net, spec, Weights(checkpoint, folder, spec.dtype, values=not inputs))
     build(net, "tensorrt_rtx", [120], path, refit=False, advance=lambda percent: None, stopped=lambda: False)
     fused = any("mha" in kernel for kernel in kernels(path))
     return {
-        "format": name, "form": form, "ranks": ranks, "experts": len(spec.experts), "layers": describe(net)["layers"],
+        "format": name, "form": form, "weights_as": "inputs" if inputs else "embedded",
+        "ranks": ranks, "experts": len(spec.experts), "layers": describe(net)["layers"],
         "weights": sum(entry.num_bytes for entry in checkpoint.entries.values()), "engine": path.stat().st_size,
         "seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - cpu,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "fused_attention": fused,
