@@ -1,0 +1,38 @@
+"""The kernels' benchmark: its committed result has every plugin that has a benchmark, right answers, and makes the README's table."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="plugins are torch ops")
+
+from scripts import bench_plugins  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = sorted((ROOT / "benchmarks").glob("plugins_h200_*.json"))[-1]
+ROWS = json.loads(RESULT.read_text(encoding="utf-8"))["rows"]
+EXACT = {"fp8_quantize", "fp8_dequantize", "nvfp4_quantize", "nvfp4_dequantize", "kv_quantize"}
+
+
+def test_every_benchmark_has_rows() -> None:
+    measured = {row["plugin"] for row in ROWS}
+    for file in (ROOT / "plugins").glob("*/bench.py"):
+        source = file.read_text(encoding="utf-8")
+        assert any(f'"{name}"' in source for name in measured), f"{file.parent.name} is not in {RESULT.name}"
+        assert callable(importlib.import_module(f"plugins.{file.parent.name}.bench").rows)
+
+
+def test_measured_kernels_were_right() -> None:
+    for row in ROWS:
+        assert row["error"] == 0 if row["plugin"] in EXACT else row["error"] < 1e-2, row
+        assert row["ours_us"] < row["eager_us"], row
+
+
+def test_the_table_has_a_line_a_row() -> None:
+    head, rule, *lines = bench_plugins.table(ROWS)
+    assert len(lines) == len(ROWS)
+    assert {line.count("|") for line in (head, rule, *lines)} == {10}
