@@ -79,7 +79,8 @@ class HwConfig:
     nvlink_domain: int = limited(1, least=1, most=1024)
     """GPUs that reach one another over NVLink."""
     topology: str | None = limited(None, empty=False, hint="save the output of `nvidia-smi topo -m` in a file")
-    """File with the output of `nvidia-smi topo -m`; null: all GPUs of the NVLink domain are alike."""
+    """File with the output of `nvidia-smi topo -m`, or `here` to ask for it on this machine; null: all GPUs of the NVLink domain
+    are alike."""
     memory_bytes: float = limited(MISSING, least=1)
     """Memory of one device as software sees it, in bytes (not the marketed figure)."""
     memory_marketed_bytes: float | None = limited(None, least=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import HwConfig
@@ -22,7 +21,7 @@ def wired(hw: HwConfig) -> HwConfig:
     link that the file shows. A domain that is larger than the node is not in the file and is believed."""
     if hw.topology is None:
         return hw
-    topology = read(Path(hw.topology), hw.nvlink_bandwidth)
+    topology = read(hw.topology, hw.nvlink_bandwidth)
     domain = max(map(len, topology.domains()))
     if domain == topology.num_gpus:
         return hw
@@ -54,7 +53,7 @@ def rank_places(hw: HwConfig, ranks: int, instances: int) -> list[dict[str, int]
 def _groups(hw: HwConfig, ranks: int) -> list[tuple[int, ...]]:
     """The GPUs of one node in groups of `ranks`: by their wiring where it is known, else by their numbers."""
     if hw.topology is not None:
-        topology = read(Path(hw.topology), hw.nvlink_bandwidth)
+        topology = read(hw.topology, hw.nvlink_bandwidth)
         if topology.num_gpus >= ranks:
             return list(place(topology, ranks).groups)
     return [tuple(range(first, first + ranks)) for first in range(0, hw.num_devices - ranks + 1, ranks)]
@@ -67,7 +66,7 @@ def placement_report(setup: Setup) -> dict[str, Any] | None:
     """
     if setup.hw.topology is None:
         return None
-    topology = read(Path(setup.hw.topology), setup.hw.nvlink_bandwidth)
+    topology = read(setup.hw.topology, setup.hw.nvlink_bandwidth)
     placement = place(topology, min(setup.layout.world_size, topology.num_gpus))
     after = placement.groups[0]
     before = tuple(range(len(after)))

@@ -13,14 +13,16 @@ as slow as its busiest link; ways between CPUs are one shared link.
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
 from pipeline.core.errors import ConfigError
 
-__all__ = ["Placement", "Topology", "all_reduce", "all_to_all", "parse", "place", "read"]
+__all__ = ["HERE", "Placement", "Topology", "all_reduce", "all_to_all", "parse", "place", "read", "text_of"]
 
 PCIE = 50e9
 """Bytes a second of one PCIe 5.0 x16 slot, one direction, of which about 50 of 63 GB/s arrive. Estimate."""
@@ -32,6 +34,8 @@ NVLINK = 25e9
 """Bytes a second of one NVLink 4 in one direction (18 of them: 450 GB/s); NVLink 5 has twice that."""
 LARGEST_SEARCH = 16
 """GPUs up to which rings are searched; more of them are behind a switch anyway."""
+HERE, COMMAND = "here", ("nvidia-smi", "topo", "-m")
+"""hw.topology for the machine that plans, and what it is asked."""
 DEVICE = re.compile(r"(GPU|NIC|mlx|bnxt|hns|rdma|ibp|roce)\w*")
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -99,12 +103,30 @@ class Placement:
         return [",".join(map(str, group)) for group in self.groups]
 
 
-def read(file: Path, nvlink_bandwidth: float | None = None) -> Topology:
-    """The topology in a file; `nvlink_bandwidth` is that of all NVLinks of one GPU, one direction, in bytes a second."""
+def read(source: Path | str, nvlink_bandwidth: float | None = None) -> Topology:
+    """The topology in a file, or of this machine (`HERE`); `nvlink_bandwidth` is that of all NVLinks of one GPU, one direction, in
+    bytes a second."""
     try:
-        return parse(file.read_text(encoding="utf-8"), nvlink_bandwidth)
+        return parse(text_of(str(source)), nvlink_bandwidth)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"hw.topology={file} cannot be read ({error}): save the output of `nvidia-smi topo -m`.") from error
+        raise ConfigError(f"hw.topology={source} cannot be read ({error}): save the output of `nvidia-smi topo -m`.") from error
+
+
+def text_of(source: str) -> str:
+    """What a file, or nvidia-smi here, says. ConfigError where there is no nvidia-smi or it fails."""
+    return _asked() if source == HERE else Path(source).read_text(encoding="utf-8")
+
+
+@cache
+def _asked() -> str:
+    told = f"`{' '.join(COMMAND)}`"
+    try:
+        done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=30, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"hw.topology={HERE} runs {told}, which fails ({error}): name a file of its output.") from error
+    if done.returncode:
+        raise ConfigError(f"{told} fails ({done.stderr.strip() or done.returncode}): name a file of its output.")
+    return done.stdout
 
 
 def parse(text: str, nvlink_bandwidth: float | None = None) -> Topology:

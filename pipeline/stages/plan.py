@@ -14,6 +14,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.jsonio import write_json
 from pipeline.core.stage import Stage, StageContext
 from pipeline.models.arch import read_hf_config
+from pipeline.planner.topology import HERE, text_of
 from pipeline.share import share
 
 __all__ = ["STAGE", "model_config", "run"]
@@ -23,7 +24,10 @@ def toolchain(config: Config) -> dict[str, str]:
     """The content of files that are given by path, and of the recipes that are compared."""
     files = {"workload.trace": config.workload.trace, "hw.topology": config.hw.topology}
     files |= {f"conf/quant/{file.name}": str(file) for file in sorted((share("conf") / "quant").glob("*.yaml"))}
-    return {name: sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file and Path(file).is_file()}
+    found = {name: sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file and Path(file).is_file()}
+    if config.hw.topology == HERE:
+        found["hw.topology"] = sha256(text_of(HERE).encode()).hexdigest()
+    return found
 
 
 STAGE = Stage(

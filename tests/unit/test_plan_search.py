@@ -38,6 +38,8 @@ from pipeline.planner.search.space import candidates
 ROOT = Path(__file__).resolve().parents[2]
 TINY = json.loads((ROOT / "pipeline/data/tiny_r1/config.json").read_text())
 R1 = ("+hw=b200", "model=deepseek_r1")
+NARROW = ("parallel.ep=8", "parallel.attention_dp=true", "engine.trtllm.mtp=1", "quant=nvfp4_v2")
+"""So that a test need not search everything."""
 
 
 def case(*overrides: str) -> Case:
@@ -122,6 +124,8 @@ def test_a_limit_out_of_reach_is_refused_with_the_nearest_point():
         search(case("slo.tpot_ms=1"))
     with pytest.raises(ConfigError, match=r"slo\.tokens_per_gpu=1e\+06"):
         search(case("slo.tokens_per_gpu=1e6"))
+    with pytest.raises(ConfigError, match=r"leave workload\.concurrency open"):
+        search(case(*NARROW, "slo.tokens_per_second=1e5", "workload.concurrency=64"))
 
 
 def test_a_limit_that_only_the_favourable_end_keeps_is_a_warning():
@@ -159,10 +163,6 @@ def test_prefill_and_decode_apart_use_no_more_than_the_hardware_has():
 def test_several_instances_are_said_to_be_several_servers():
     warnings = " ".join(report("workload=long_document_32k", "hw.num_nodes=4")["warnings"])
     assert "2 servers" in warnings, warnings
-
-
-NARROW = ("parallel.ep=8", "parallel.attention_dp=true", "engine.trtllm.mtp=1", "quant=nvfp4_v2")
-"""So that a test need not search everything."""
 
 
 @pytest.mark.parametrize(

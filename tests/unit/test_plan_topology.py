@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.core.errors import ConfigError
+from pipeline.planner import topology
 from pipeline.planner.placement import rank_places, wired
 from pipeline.planner.topology import CLASSES, LATENCY, PCIE, all_reduce, all_to_all, parse, place, read, ring
 from pipeline.stages.plan import toolchain
@@ -151,6 +152,24 @@ def test_what_is_deployed_says_where_its_ranks_are():
     ring_order = plan("+hw=h200", "model=deepseek_r1", f"hw.topology={DATA / 'pcie_interleaved.txt'}").report["topology"]
     assert ",".join(str(row["gpu"]) for row in deploy["placement"]) == ring_order["visible_devices"][0]
     assert (deploy["nodes"], deploy["gpus_per_node"], deploy["instances"]) == (1, 8, 1)
+
+
+def test_the_planning_machine_can_be_asked_itself(tmp_path, monkeypatch):
+    """Against a double of nvidia-smi that prints a saved matrix."""
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text(f'#!/bin/sh\n[ "$*" = "topo -m" ] && cat {DATA / "pcie_interleaved.txt"}\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    topology._asked.cache_clear()
+    config = config_of("+hw=h200", "model=deepseek_r1", "hw.topology=here")
+    assert read("here") == PCIE_BOX and len(toolchain(config)["hw.topology"]) == 64
+    topology._asked.cache_clear()
+    fake.write_text("#!/bin/sh\necho 'no driver' >&2; exit 9\n")
+    with pytest.raises(ConfigError, match=r"nvidia-smi topo -m` fails \(no driver\): name a file"):
+        read("here")
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match=r"hw\.topology=here runs .nvidia-smi topo -m., which fails"):
+        read("here")
 
 
 def test_another_topology_is_another_key(tmp_path):

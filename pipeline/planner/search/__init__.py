@@ -94,12 +94,15 @@ def _out_of_reach(case: Case, point: Point) -> str:
     prediction, (low, high) = point.prediction, point.prediction.interval
     count, nodes = point.candidate.concurrency, fewest_beyond(case)
     more = f"set hw.num_nodes={nodes}, which is predicted to do, " if nodes and nodes > point.candidate.nodes else ""
-    fewer = "lower workload.concurrency, " if case.config.workload.concurrency else ""
+    total = case.limits.tokens_per_second
+    short = total is not None and point.tokens_per_second < total
+    load = "leave workload.concurrency open (null), " if short else "lower workload.concurrency, "
+    load = load if case.config.workload.concurrency else ""
     return (
         f"No configuration of this hardware is predicted to meet {case.asked}. Nearest: {point.label} with "
         f"{count:,} request{'' if count == 1 else 's'} at once, TTFT {prediction.ttft_ms:.0f} ms, TPOT {prediction.tpot_ms:.1f} ms "
         f"(80 %: {low:.1f} to {high:.1f}), {point.tokens_per_gpu:.0f} tokens/s/GPU, {point.tokens_per_second:,.0f} tokens/s. "
-        f"Relax the limits to that, {more}{fewer}or choose other hardware."
+        f"Relax the limits to that, {more}{load}or choose other hardware."
     )
 
 
