@@ -176,4 +176,5 @@ class _Builder:
 
 def _short(error: Exception) -> str:
     """The first lines of a parser's message, as one."""
-    return "; ".join(line.strip() for line in str(error).splitlines()[:3])[:300].rstrip(".") or type(error).__name__
+    said = str(error).replace('in "<unicode string>", ', "")
+    return "; ".join(line.strip() for line in said.splitlines()[:3])[:300].rstrip(".") or type(error).__name__

@@ -110,8 +110,11 @@ def findings(args: Args, formats: Mapping[str, str] | None = None) -> Iterator[F
         return
     base = setup_of(args.target.config, args.target.version or args.line.line, args.role)
     base = replace(base, formats=formats) if formats else base
+    values = args.values
+    if args.tp_elsewhere:  # a command line would give a node's GPUs
+        values = {**values, "tensor_parallel_size": max(1, args.target.config.hw.num_devices // args.pp)}
     try:
-        setup = read_llm_args(args.values, base).setup
+        setup = read_llm_args(values, base).setup
     except ConfigError as error:
         yield Finding("plan/not-read", WARNING, Place(args.document.file), str(error), "correct the value", "pipeline/planner")
         return

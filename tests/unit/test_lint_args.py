@@ -333,3 +333,18 @@ def test_instances_with_files_of_their_own_are_held_against_each_other(tmp_path:
         (tmp_path / "instances" / name / "llm_args.yaml").write_text(text, encoding="utf-8")
     (finding,) = lint([tmp_path], target_of(["version=1.2"])).findings
     assert (finding.rule, finding.place.line, finding.place.file.parent.name) == ("disagg/alike", 5, "generation")
+
+
+@pytest.mark.parametrize("settings", ["version=1.0", "version=1.2", B200])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "enable_attention_dp: true, moe_expert_parallel_size: 8, kv_cache_config: {dtype: fp8}",
+        "cuda_graph_config: {enable_padding: true, batch_sizes: [1, 2, 4, 8]}, max_batch_size: 64",
+        "cuda_graph_config: {enable_padding: true, batch_sizes: [1, 2, 4, 8]}, stream_interval: 1",
+    ],
+)
+def test_what_the_command_line_or_an_unset_default_says_is_no_mistake_of_the_file(text: str, settings: str, tmp_path: Path) -> None:
+    """As guides have it: `trtllm-serve MODEL --tp_size 8 --max_num_tokens 1160 --extra_llm_api_options FILE`."""
+    told = [finding for finding in found(tmp_path, text, settings).values() if finding.level != NOTE]
+    assert told == []

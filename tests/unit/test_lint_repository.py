@@ -118,6 +118,7 @@ CASES: dict[str, tuple[str, dict[str, Edit]]] = {
     "engine/guided-tokenizer": parameter("guided_decoding_backend", "xgrammar"),
     "engine/escaped": parameter("gpu_device_ids", "0\\\\,1"),
     "vllm/model": argument('"model": "deepseek-ai/DeepSeek-R1", ', ""),
+    "vllm/json": argument('8192}', '8192,}'),
     "vllm/unknown": argument('"max_num_seqs"', '"max_num_seq"'),
     "vllm/decoupled": ("vllm", {R1: ("decoupled: true", "decoupled: false")}),
     "vllm/auto-completed": ("vllm", {R1: (STREAMS, "")}),

@@ -28,7 +28,7 @@ def _mismatch(args: Args) -> Iterator[Fault]:
 
 
 def _listed_above(args: Args) -> Iterator[Fault]:
-    most = args.count("max_batch_size")
+    most = args.batch
     above = [size for size in _sizes(args) if size > most]
     if above and args.get("backend") != "_autodeploy":
         listed = ", ".join(map(str, above[:5]))
@@ -37,7 +37,7 @@ def _listed_above(args: Args) -> Iterator[Fault]:
 
 
 def _autodeploy_above(args: Args) -> Iterator[Fault]:
-    most, largest = args.count("max_batch_size"), max(_sizes(args), default=args.count(LARGEST, 0))
+    most, largest = args.batch, max(_sizes(args), default=args.count(LARGEST, 0))
     if args.get("backend") == "_autodeploy" and largest > most:
         reason = (
             f"graphs for {largest} requests with max_batch_size {most}: AutoDeploy fails with 'Data too large for buffer cu_seqlen'"
@@ -46,7 +46,7 @@ def _autodeploy_above(args: Args) -> Iterator[Fault]:
 
 
 def _above(args: Args) -> Iterator[Fault]:
-    most, largest = args.count("max_batch_size"), args.count(LARGEST, 0)
+    most, largest = args.batch, args.count(LARGEST, 0)
     if not _sizes(args) and largest > most and args.get("backend") != "_autodeploy":
         yield Fault(
             args.at(LARGEST), f"graphs up to {largest} requests, but max_batch_size is {most} a rank: larger ones are dropped"
@@ -61,13 +61,13 @@ def _many(args: Args) -> Iterator[Fault]:
 
 
 def _batch_tokens(args: Args) -> Iterator[Fault]:
-    batch, tokens = args.count("max_batch_size"), args.count("max_num_tokens")
+    batch, tokens = args.batch, args.tokens
     if args.given("max_batch_size") and batch > tokens:
         yield Fault(args.at("max_batch_size"), f"max_batch_size {batch} exceeds max_num_tokens {tokens}: a full batch never runs")
 
 
 def _draft_tokens(args: Args) -> Iterator[Fault]:
-    batch, tokens = args.count("max_batch_size"), args.count("max_num_tokens")
+    batch, tokens = args.batch, args.tokens
     wanted = batch * (1 + args.draft)
     if args.given("max_batch_size") and args.draft and batch <= tokens < wanted:
         reason = f"max_num_tokens {tokens} is below max_batch_size x (1 + drafts) = {wanted}: a full batch never runs"

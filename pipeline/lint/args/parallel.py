@@ -18,7 +18,7 @@ def _product(args: Args) -> Iterator[Fault]:
     """What is left out follows: expert TP from EP, EP from expert TP, and without both experts are split by columns."""
     cluster, ep = args.count(CLUSTER), args.ep
     moe_tp = args.count(MOE_TP, args.tp // (ep * cluster))
-    if moe_tp * ep * cluster != args.tp:
+    if moe_tp * ep * cluster != args.tp and not args.tp_elsewhere:
         factors = f"{moe_tp} x {ep}" + (f" x {cluster}" if cluster > 1 else "")
         reason = f"expert TP x EP = {factors} is not tensor_parallel_size {args.tp}"
         fitting = ", ".join(str(size) for size in range(1, args.tp + 1) if args.tp % size == 0)
@@ -71,7 +71,7 @@ def _lm_head(args: Args) -> Iterator[Fault]:
 
 
 def _one_rank(args: Args) -> Iterator[Fault]:
-    if args.adp and args.tp == 1:
+    if args.adp and args.tp == 1 and not args.tp_elsewhere:
         yield Fault(args.at("enable_attention_dp"), "enable_attention_dp over one rank has no effect")
 
 

@@ -22,6 +22,9 @@ DEEPSEEK = re.compile(r"deepseek|kimi|\br1\b|\bv3\b|checkpoint|^[./]", re.IGNORE
 ABSENT = (None, 0, -1)
 """How TensorRT-LLM spells a number that is not given."""
 
+BATCH, TOKENS = 2048, 8192
+"""TensorRT-LLM's own limits where neither the file nor the line's defaults say (1.0 has them in BuildConfig)."""
+
 
 @dataclass(frozen=True)
 class Args:
@@ -85,6 +88,11 @@ class Args:
         return self.count("tensor_parallel_size")
 
     @property
+    def tp_elsewhere(self) -> bool:
+        """Whether ranks are left to the command line (`trtllm-serve MODEL --tp_size 8`), which names the model, too."""
+        return not self.given("tensor_parallel_size") and not self.given("model")
+
+    @property
     def pp(self) -> int:
         """Pipeline stages."""
         return self.count("pipeline_parallel_size")
@@ -99,6 +107,16 @@ class Args:
         """Ranks that share the experts among them."""
         moe_tp = self.count("moe_tensor_parallel_size", self.tp)
         return self.count("moe_expert_parallel_size", max(1, self.tp // moe_tp))
+
+    @property
+    def batch(self) -> int:
+        """Requests in flight, per rank."""
+        return self.count("max_batch_size", BATCH)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step, per rank."""
+        return self.count("max_num_tokens", TOKENS)
 
     @property
     def adp(self) -> bool:

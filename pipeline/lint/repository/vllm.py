@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
 from tritonclient.grpc import model_config_pb2 as pb
 
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Rule
-from pipeline.lint.document import Document
+from pipeline.lint.document import Document, read_text
 from pipeline.lint.repository.gpus import device_lists
 from pipeline.lint.repository.subject import Model
 
@@ -61,6 +63,17 @@ def _model(model: Model) -> Iterator[Fault]:
     """Arguments by themselves may get their model where they are packaged."""
     if model.engine_args is not None and model.given is None and not isinstance(_args(model).get("model"), str):
         yield Fault(_args(model).at("model"), "no model is named: vLLM would load its own default, facebook/opt-125m")
+
+
+def _strict(model: Model) -> Iterator[Fault]:
+    """The backend reads JSON, which forbids what YAML lets pass."""
+    if model.engine_args is None or model.engine_args.file.suffix != ".json":
+        return
+    try:
+        json.loads(read_text(model.engine_args.file))
+    except ValueError as error:
+        place = replace(model.engine_args.at(""), line=getattr(error, "lineno", None))
+        yield Fault(place, f"{model.engine_args.file.name} is YAML, but not JSON: {error}")
 
 
 def _unknown(model: Model) -> Iterator[Fault]:
@@ -188,6 +201,8 @@ def _whole(value: Any) -> bool:
 
 RULES: tuple[Rule[Model], ...] = (
     Rule("vllm/model", ERROR, _model, "set model to the checkpoint's folder or name", ARGUMENTS),
+    Rule("vllm/json", ERROR, _strict, "write JSON: names and texts in double quotes, no comma at the end, no comments",
+         f"{BACKEND}: json.load"),
     Rule("vllm/unknown", ERROR, _unknown, "correct the name", f"{ARGUMENTS}: AsyncEngineArgs(**model.json)"),
     Rule("vllm/decoupled", ERROR, _policy, "set decoupled: true", BACKEND),
     Rule("vllm/auto-completed", NOTE, _completed, "write input, output and model_transaction_policy into config.pbtxt", BACKEND),
