@@ -77,8 +77,8 @@ def lint(paths: Iterable[Path], target: Target) -> Report:
             if not path.exists() and not path.is_symlink():
                 raise ConfigError(f"{path} does not exist: name a file or a folder.") from error
             refusals.append(str(error))
-            reason = str(error).rstrip(".")
-            found.append(Finding(UNKNOWN, ERROR, Place(path), reason, "mend it, or name another path", "pipeline/lint/recognise.py"))
+            reason, fix = str(error).rstrip("."), "mend it, or name another path"
+            found.append(Finding(UNKNOWN, ERROR, Place(path), reason, fix, "pipeline/lint/recognise.py"))
             continue
         linted += artefacts
         for artefact in artefacts:
