@@ -2,11 +2,13 @@
 """What building TensorRT engines costs at DeepSeek-R1's real size: time, file and memory of one decoder layer of one rank.
 
     python scripts/bench_tensorrt_build.py [--quick] [--json FILE] [--format fp8_block|nvfp4|bf16 ...] [--ranks 8] [--inputs]
+    python scripts/bench_tensorrt_build.py --whole CHECKPOINT [--json FILE]
 
 Weights are random bytes in R1's shapes and in the format's own layout: 256 experts over the ranks, MLA, the shared expert. Each
 engine (absorbed for decode, expanded for prefill) is built in a process of its own, for SM120, as `engine=tensorrt` does. The limit
 beside it is the file itself: weights, which TensorRT has to hold once. `--quick`: 8 of the rank's experts. `--inputs`: weights are
-inputs of the engine (engine.tensorrt.weights=inputs), so that it holds none.
+inputs of the engine (engine.tensorrt.weights=inputs), so that it holds none. `--whole`: every layer of one rank of a checkpoint, such as
+`scripts/make_r1_headers.py` writes, a network each, with weights as inputs; alike networks share an engine.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ from pipeline.checkpoint import Checkpoint, ShardWriter
 from pipeline.checkpoint.layout import parameters, place_of
 from pipeline.checkpoint.reader import DTYPES
 from pipeline.config.load import load as load_config
-from pipeline.engines.tensorrt.builder import build, describe
+from pipeline.engines.tensorrt.builder import build, describe, fingerprint
 from pipeline.engines.tensorrt.graph import Graph
 from pipeline.engines.tensorrt.library import installed_version, load
 from pipeline.engines.tensorrt.network.decoder import define
 from pipeline.engines.tensorrt.network.spec import Spec
+from pipeline.engines.tensorrt.networks import name_of, networks
 from pipeline.engines.tensorrt.plan_file import kernels
 from pipeline.engines.tensorrt.weights import Weights
+from pipeline.engines.tensorrt.worker import network
 from pipeline.formats import FORMATS, Output
 from pipeline.models.arch import Arch
 
@@ -51,13 +55,16 @@ def main() -> None:
     parser.add_argument("--format", action="append", choices=("fp8_block", "nvfp4", "bf16"), help="weights; may be given twice")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--inputs", action="store_true", help="weights as inputs")
+    parser.add_argument("--whole", type=Path, metavar="CHECKPOINT", help="all layers of rank 0 of 8")
     options = parser.parse_args()
     hf = dict(load_config(["+hw=b200", "model=deepseek_r1"]).model.hf)
     if options.quick:
         hf |= {"n_routed_experts": 8 * options.ranks}
     arch, rows = Arch.from_hf(hf), []
     print(f"tensorrt_rtx {installed_version('tensorrt_rtx')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
-    for name in options.format or ["fp8_block", *([] if options.quick else ["nvfp4"])]:
+    if options.whole:
+        rows.append(whole_rank(options.whole, options.ranks))
+    for name in () if options.whole else options.format or ["fp8_block", *([] if options.quick else ["nvfp4"])]:
         with tempfile.TemporaryDirectory(dir=".") as folder:
             write(Path(folder), hf, arch, name, options.ranks)
             for form in SHAPES:
@@ -65,6 +72,36 @@ def main() -> None:
                 print(line(rows[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"tensorrt_rtx": installed_version("tensorrt_rtx"), "rows": rows}, indent=1) + "\n")
+
+
+def whole_rank(folder: Path, ranks: int) -> dict[str, Any]:
+    """All networks of rank 0, one a layer and form, built where they are not alike."""
+    started, cpu, checkpoint = time.monotonic(), time.process_time(), Checkpoint.open(folder)
+    batch, _, cache = SHAPES["absorbed"]
+    words = (
+        f"parallel.tp={ranks}", "engine.tensorrt.weights=inputs", "engine.tensorrt.layers_per_engine=1",
+        f"engine.tensorrt.max_seq_len={cache}", f"engine.tensorrt.max_batch_size={batch}", "engine.tensorrt.prefill_chunk=2048",
+    )  # fmt: skip
+    config = load_config(["+hw=rtx_pro_6000", "model=deepseek_r1", "engine=tensorrt", *words])
+    specs, sizes = [spec for spec in networks(config, checkpoint.arch) if spec.rank == 0], {}
+    with tempfile.TemporaryDirectory(dir=".") as scratch:
+        for spec in specs:
+            net, _ = network(checkpoint, "tensorrt_rtx", spec.plain(), Path(scratch), external=True, values=False)
+            path = Path(scratch) / "engine"
+            if (key := fingerprint(net)) not in sizes:
+                build(net, "tensorrt_rtx", [120], path, refit=False, advance=lambda percent: None, stopped=lambda: False)
+                sizes[key] = path.stat().st_size
+                print(f"{name_of(spec):30} {sizes[key] / 1e6:5.1f} MB", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    row = {
+        "networks": len(specs), "engines": len(sizes), "bytes": sum(sizes.values()), "seconds": time.monotonic() - started,
+        "cpu_seconds": time.process_time() - cpu, "peak": peak,
+    }  # fmt: skip
+    print(
+        f"{row['networks']} networks, {row['engines']} engines of {row['bytes'] / 1e6:.0f} MB in {row['seconds']:.0f} s "
+        f"({row['cpu_seconds']:.0f} CPU), peak {peak / 1e9:.2f} GB"
+    )
+    return row
 
 
 def line(row: dict[str, Any]) -> str:
