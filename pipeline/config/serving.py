@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
+from pipeline.core.errors import ConfigError
 from pipeline.core.limits import MOST_TOKENS, limited
 
 __all__ = ["LAYOUTS", "ServeConfig"]
@@ -21,8 +22,8 @@ class ServeConfig:
     triton: str | None = limited(None, plain=True, hint="25.12 is a release")
     """Release of Triton that will serve; null: the newest whose container holds the engine's version."""
     layout: str = limited("auto", one_of=LAYOUTS)
-    """The model of the repository: llmapi (TensorRT-LLM's own names), bls (the names of its ensemble and BLS models, for old clients
-    and Triton's OpenAI frontend), vllm, torch; auto: llmapi, vllm or torch, by the engine."""
+    """The model of the repository: llmapi (TensorRT-LLM's own names), bls (the names of its ensemble and BLS models, for old
+    clients and Triton's OpenAI frontend), vllm, torch; auto: llmapi, vllm or torch, by the engine."""
     model_name: str | None = limited(None, plain=True)
     """Name of the model in Triton; null: the name of the model config."""
     registry: str = limited("nvcr.io/nvidia", empty=False, hint="nvcr.io/nvidia is NVIDIA's")
@@ -61,3 +62,12 @@ class ServeConfig:
     smoke_tokens: int = limited(48, least=1, most=2**20)
     smoke_requests: int = limited(8, least=1, most=1024)
     """Concurrent requests of the smoke run."""
+
+    def __post_init__(self) -> None:
+        """Ports of one machine differ (with `url` the server's may be another's)."""
+        taken: dict[int, str] = {}
+        for name in ("http_port", "grpc_port", "metrics_port", "openai_port") if self.url is None else ():
+            port = getattr(self, name)
+            if port and port in taken:
+                raise ConfigError(f"serve.{taken[port]} and serve.{name} are both {port}: give each its own, or 0 for a free one.")
+            taken[port] = name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from pipeline.launch.script import Files, fill
 
 __all__ = ["mpi", "slurm"]
 
+REGISTRY = re.compile(r"^(\w[\w-]*[.:][\w.:-]*)/")
+"""It has a dot or a port; enroot writes # after it. Names of Docker Hub and files have none."""
 RDMA = """# RDMA cards: enroot's hook gives a container none unless told to.
 export MELLANOX_VISIBLE_DEVICES=all
 """
@@ -20,7 +23,6 @@ def slurm(fleet: Fleet, base: Mapping[str, Any]) -> Files:
     """`slurm/`: an sbatch script with one srun a server; nothing where no container is known, or ranks are not MPI's."""
     if fleet.image is None or fleet.engine != "trtllm":
         return {}
-    registry, _, rest = fleet.image.partition("/")
     return {
         "slurm/serve.sbatch": fill(
             "slurm.sbatch",
@@ -28,7 +30,7 @@ def slurm(fleet: Fleet, base: Mapping[str, Any]) -> Files:
             nodes=fleet.num_nodes,
             tasks=fleet.gpus_per_node,
             segment=_segment(fleet),
-            image=f"{registry}#{rest}" if "." in registry else fleet.image,
+            image=REGISTRY.sub(r"\1#", fleet.image),
             rdma=RDMA if fleet.crosses_nodes else "",
             imex_mount=",/dev/nvidia-caps-imex-channels:/dev/nvidia-caps-imex-channels" if fleet.needs_imex else "",
             starts=_starts(fleet),

@@ -16,6 +16,8 @@ __all__ = ["contents", "image_of", "launchable"]
 
 KINDS = ("trtllm", "vllm")
 
+NAME = re.compile(r"[\w./][\w./:@+-]*", re.ASCII)
+"""Images of a registry, or of a file, as scripts take them without quotes."""
 TRITON = re.compile(r"tritonserver:(\d\d\.\d\d)-(trtllm|vllm)-python-py3")
 TENSORRT_LLM = re.compile(r"tensorrt-llm/release:(\d+\.\d+[\w.]*)")
 
@@ -29,9 +31,12 @@ def image_of(config: Config) -> str | None:
     """Name of the container to start; None if no published one holds the engine's version, or the engine needs none.
 
     Raises:
-        ConfigError: `serve.container` holds another version.
+        ConfigError: `serve.container` holds another version, or is no name of an image.
     """
     asked = config.serve.container
+    for key, said in (("registry", config.serve.registry), ("container", asked or "any")):
+        if not NAME.fullmatch(said):
+            raise ConfigError(f"serve.{key}={said} is no name of images: use letters, digits and any of _ . / : @ + -")
     if asked is None:
         kind, chosen = config.engine.kind, target(config)
         image = chosen.images.get(kind) if chosen else None

@@ -91,6 +91,7 @@ def test_hardware_sets_defaults_and_the_command_line_wins() -> None:
         (["+hw=cpu", "verify=5"], r"verify: .*int"),
         (["+hw=cpu", "verify=null"], r"verify"),
         (["+hw=cpu", "~engine"], r"engine\.kind has no value"),
+        (["+hw=cpu", "serve.grpc_port=8002"], r"serve\.grpc_port and serve\.metrics_port are both 8002: give each its own"),
         (["+hw=cpu", "serve.http_port=70000"], r"serve\.http_port=70000 is too large: it must be at most 65,535"),
         (["+hw=cpu", "serve.smoke_requests=0"], r"serve\.smoke_requests=0 is too small"),
         (["+hw=cpu", "serve.smoke_tokens=-1"], r"serve\.smoke_tokens=-1 is too small"),

@@ -160,6 +160,27 @@ def test_a_container_with_another_engine_is_refused(tmp_path):
     assert any("holds trtllm 1.1.0, and the bundle is written for trtllm 1.2" in said for said in one.problems(**swapped))
 
 
+@pytest.mark.parametrize(
+    ("image", "enroot"),
+    [
+        ("localhost:5000/r1:3", "localhost:5000#r1:3"),
+        ("nvcr.io/a/b@sha256:0", "nvcr.io#a/b@sha256:0"),
+        ("r1.5:3", "r1.5:3"),
+        ("here/r1:3", "here/r1:3"),
+        ("./r1.sqsh", "./r1.sqsh"),
+    ],
+)
+def test_enroot_parts_a_registry_from_the_rest(tmp_path, image, enroot):
+    script = rendered(tmp_path, "two_nodes", f"serve.container='{image}'").files["slurm/serve.sbatch"]
+    assert f'image="${{IMAGE:-{enroot}}}"' in script
+
+
+@pytest.mark.parametrize("image", ["$(touch x):1", "my image:1", '"', "-v"])
+def test_what_a_shell_would_take_apart_is_no_image(image):
+    with pytest.raises(ConfigError, match="no name of images"):
+        image_of(load(["+hw=b200", f"serve.container='{image}'"]))
+
+
 def test_containers_say_what_they_hold():
     assert contents("nvcr.io/nvidia/tritonserver:26.04-trtllm-python-py3") == ("trtllm", "1.2.1")
     assert contents("nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc20") == ("trtllm", "1.3.0rc20")
