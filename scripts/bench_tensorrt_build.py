@@ -7,8 +7,8 @@
 Weights are random bytes in R1's shapes and in the format's own layout: 256 experts over the ranks, MLA, the shared expert. Each
 engine (absorbed for decode, expanded for prefill) is built in a process of its own, for SM120, as `engine=tensorrt` does. The limit
 beside it is the file itself: weights, which TensorRT has to hold once. `--quick`: 8 of the rank's experts. `--inputs`: weights are
-inputs of the engine (engine.tensorrt.weights=inputs), so that it holds none. `--whole`: every layer of one rank of a checkpoint, such as
-`scripts/make_r1_headers.py` writes, a network each, with weights as inputs; alike networks share an engine.
+inputs of the engine (engine.tensorrt.weights=inputs), so that it holds none. `--whole`: every layer of one rank of a checkpoint, as
+of `scripts/make_r1_headers.py`, a network each, with weights as inputs; alike networks share an engine.
 """
 
 from __future__ import annotations

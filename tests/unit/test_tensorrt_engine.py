@@ -236,12 +236,14 @@ def test_alike_layers_share_an_engine_when_weights_are_inputs(tmp_path) -> None:
     bound = told["rank0_absorbed_layers2-2"]["inputs"]
     assert bound["cache.+0"]["binds"] == "cache.2"
     assert bound["model.layers.+0.mlp.experts.up_proj.weight"]["binds"] == "model.layers.2.mlp.experts.up_proj.weight"
+    twins = {name: parts[name].plain() for name in ("rank0_absorbed_layers1-1", "rank0_absorbed_layers2-2")}
     task = {
-        "task": "build", "name": "twin", "spec": parts["rank0_absorbed_layers2-2"].plain(), "checkpoint": str(four),
-        "library": "tensorrt_rtx", "targets": [120], "weights": "inputs", "known": [alike[1]],
+        "task": "build", "name": "twins", "specs": twins, "checkpoint": str(four), "library": "tensorrt_rtx", "targets": [120],
+        "weights": "inputs",
     }  # fmt: skip
-    assert run_task("worker", task, tmp_path, Notes())["facts"]["network"] == alike[1]
-    assert not (tmp_path / "engine").exists()  # it was built before
+    made = run_task("worker", task, tmp_path, Notes())["built"]
+    assert {name: facts["engine"] for name, facts in made.items()} == dict.fromkeys(twins, "rank0_absorbed_layers1-1")
+    assert [file.name for file in tmp_path.glob("*.engine")] == ["rank0_absorbed_layers1-1.engine"]
 
 
 @needs_rtx
@@ -257,8 +259,8 @@ def test_what_tensorrt_refuses_is_a_sentence_with_our_layer(tmp_path) -> None:
     """A cache without rows, asked for by hand."""
     spec = networks.networks(load([*RTX, *SMALL]), ARCH)[0].plain() | {"max_seq_len": 0}
     task = {
-        "task": "build", "name": "wrong", "spec": spec, "checkpoint": str(TINY_R1), "library": "tensorrt_rtx", "targets": [120],
-        "weights": "embedded", "known": [],
+        "task": "build", "name": "wrong", "specs": {"wrong": spec}, "checkpoint": str(TINY_R1), "library": "tensorrt_rtx",
+        "targets": [120], "weights": "embedded",
     }  # fmt: skip
     with pytest.raises(StageError, match=r"wrong: TensorRT refused .*: [A-Z_]+: "):
         run_task("worker", task, tmp_path, Notes())
@@ -277,8 +279,8 @@ def test_a_crash_is_a_sentence(tmp_path, monkeypatch) -> None:
 def test_a_signal_cancels_the_build_and_leaves_no_process(tmp_path) -> None:
     spec = networks.networks(load([*RTX, *SMALL]), ARCH)[0].plain()
     task = {
-        "task": "build", "spec": spec, "checkpoint": str(TINY_R1), "library": "tensorrt_rtx", "targets": [120],
-        "weights": "embedded", "known": [],
+        "task": "build", "specs": {"some": spec}, "checkpoint": str(TINY_R1), "library": "tensorrt_rtx", "targets": [120],
+        "weights": "embedded",
     }  # fmt: skip
     (tmp_path / "request.json").write_text(json.dumps(task))
     command = [sys.executable, "-m", "pipeline.engines.tensorrt.worker", str(tmp_path / "request.json")]

@@ -26,7 +26,7 @@ from pipeline.engines.tensorrt.networks import name_of, networks
 from pipeline.engines.tensorrt.plan_file import check_header
 from pipeline.engines.tensorrt.process import run_task, short_name
 from pipeline.engines.tensorrt.targets import resolve, unsupported
-from pipeline.engines.tensorrt.worker import ENGINE, LAYERS, WEIGHTS
+from pipeline.engines.tensorrt.worker import WEIGHTS
 
 if TYPE_CHECKING:
     from pipeline.config.schema import TensorrtEngineConfig
@@ -113,32 +113,30 @@ class _Work:
         return "" if find_spec("torch") else "torch, which the reference needs, is not installed"
 
     def engines(self, fingerprints: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Every engine, one after the other: two would need twice the memory. Alike networks whose weights are inputs share one."""
+        """Every engine, one after the other: two would need twice the memory. In one process where weights are inputs, which takes
+        little; else each in its own."""
         (self.ctx.out / "engines").mkdir()
         self.ctx.progress.start(100 * len(self.specs), "steps")
         built: dict[str, dict[str, Any]] = {}
-        for name, spec in self.specs.items():
-            files = {facts["network"]: facts for facts in built.values()} if self.settings.weights == "inputs" else {}
-            built[name] = self._engine(name, spec, fingerprints.get(name), files)
+        for names in [list(self.specs)] if self.settings.weights == "inputs" else [[name] for name in self.specs]:
+            tables = {name: self.specs[name].plain() for name in names}
+            made = self.run("worker", names[0], task="build", specs=tables)["built"]
+            built |= {name: self._placed(name, made[name], fingerprints.get(name)) for name in names}
         return built
 
-    def _engine(self, name: str, spec: Spec, fingerprint: str | None, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        done = self.run("worker", name, task="build", spec=spec.plain(), known=list(known))
-        facts, file = done["facts"], f"engines/{name}.engine"
-        if fingerprint and facts["network"] != fingerprint:
+    def _placed(self, name: str, made: dict[str, Any], fingerprint: str | None) -> dict[str, Any]:
+        """Put a built engine where it belongs; what engine.json says of it."""
+        facts, file = made["facts"], f"engines/{made['engine']}.engine"
+        if fingerprint and self.settings.weights != "inputs" and facts["network"] != fingerprint:
             raise StageError(f"{name} was interpreted as another network than was built: report it with the checkpoint's formats.")
-        if twin := known.get(facts["network"]):
-            self.ctx.progress.note(f"{name}: as {twin['file']}")
-            return {"file": twin["file"], "bytes": twin["bytes"]} | spec.plain() | facts
-        os.replace(self.scratch / ENGINE, self.ctx.out / file)
-        os.replace(self.scratch / LAYERS, self.ctx.out / f"engines/{name}.layers.txt")
-        if self.library == "tensorrt_rtx":
-            check_header(self.ctx.out / file, self.targets)
-        self.ctx.progress.note(
-            f"{name}: {facts['layers']} layers, {facts['bytes'] / 1e6:,.1f} MB in {done['seconds']:.1f} s, "
-            f"peak {done['peak_bytes'] / 1e9:.2f} GB"
-        )
-        return {"file": file} | spec.plain() | facts
+        if made["engine"] == name:
+            for suffix in (".engine", ".layers.txt"):
+                os.replace(self.scratch / f"{name}{suffix}", self.ctx.out / "engines" / f"{name}{suffix}")
+            if self.library == "tensorrt_rtx":
+                check_header(self.ctx.out / file, self.targets)
+        how = f"{facts['bytes'] / 1e6:,.1f} MB in {made['seconds']:.1f} s" if made["engine"] == name else f"as {made['engine']}"
+        self.ctx.progress.note(f"{name}: {facts['layers']} layers, {how}, peak {made['peak_bytes'] / 1e9:.2f} GB")
+        return {"file": file} | self.specs[name].plain() | facts
 
     def weights(self) -> dict[str, Any]:
         """One file a rank, shared by its engines."""

@@ -1,6 +1,6 @@
 """One task in a process of its own: `python -m pipeline.engines.tensorrt.worker REQUEST`, events as JSON lines on stdout.
 
-REQUEST is a JSON file: the checkpoint's folder, the library, and a task. `build` makes one engine, `weights` writes the weights of
+REQUEST is a JSON file: the checkpoint's folder, the library, and a task. `build` makes engines, `weights` writes the weights of
 one rank for engines that take them as inputs. Everything is read and written in the folder of REQUEST. TensorRT writes to stderr
 past every logger; the parent keeps that in a file.
 """
@@ -27,8 +27,8 @@ from pipeline.engines.tensorrt.weights import Weights
 
 __all__ = ["main", "network"]
 
-ENGINE, LAYERS, WEIGHTS = "engine", "layers.txt", "weights.safetensors"
-"""What the tasks leave there; the caller puts it in place."""
+WEIGHTS = "weights.safetensors"
+"""What `weights` leaves there; `build` leaves NAME.engine and NAME.layers.txt. The caller puts it all in place."""
 INTERRUPTED = 130
 
 
@@ -44,21 +44,30 @@ def network(
 
 
 def _build(request: dict[str, Any], folder: Path, events: EventWriter, stop: list[int]) -> dict[str, Any]:
-    started = time.monotonic()
-    checkpoint, path = Checkpoint.open(folder / request["checkpoint"]), folder / ENGINE
-    inputs = request["weights"] == "inputs"
-    net, weights = network(checkpoint, request["library"], request["spec"], folder, external=inputs, values=not inputs)
-    formats = {"formats": dict(sorted(weights.used.items())), "dequantized": dict(sorted(weights.dequantized.items()))}
-    facts = describe(net) | formats
-    if facts["network"] in request["known"]:
-        events.advance(100)
-        return {"facts": facts, "seconds": time.monotonic() - started, "peak_bytes": peak_bytes()}
-    build(
-        net, request["library"], request["targets"], path, refit=request["weights"] == "refit", advance=events.advance,
-        stopped=lambda: bool(stop),
-    )  # fmt: skip
-    (folder / LAYERS).write_text(listing(net), encoding="utf-8")
-    return {"facts": facts | {"bytes": path.stat().st_size}, "seconds": time.monotonic() - started, "peak_bytes": peak_bytes()}
+    """Engines by name. Alike networks whose weights are inputs share the first one's, which `engine` names."""
+    checkpoint, inputs = Checkpoint.open(folder / request["checkpoint"]), request["weights"] == "inputs"
+    known: dict[str, str] = {}
+    built = {}
+    for name, table in request["specs"].items():
+        started = time.monotonic()
+        net, weights = network(checkpoint, request["library"], table, folder, external=inputs, values=not inputs)
+        facts = describe(net) | {
+            "formats": dict(sorted(weights.used.items())),
+            "dequantized": dict(sorted(weights.dequantized.items())),
+        }
+        engine = known.setdefault(facts["network"], name) if inputs else name
+        path = folder / f"{engine}.engine"
+        if engine == name:
+            build(
+                net, request["library"], request["targets"], path, refit=request["weights"] == "refit", advance=events.advance,
+                stopped=lambda: bool(stop),
+            )  # fmt: skip
+            (folder / f"{name}.layers.txt").write_text(listing(net), encoding="utf-8")
+        else:
+            events.advance(100)
+        facts |= {"bytes": path.stat().st_size}
+        built[name] = {"facts": facts, "engine": engine, "seconds": time.monotonic() - started, "peak_bytes": peak_bytes()}
+    return {"built": built}
 
 
 def peak_bytes() -> int:
