@@ -225,6 +225,17 @@ def test_the_line_is_that_of_the_fault(rule: str, line: int, tmp_path: Path) -> 
     assert by_rule(linted(tmp_path, rule))[rule].place.line == line
 
 
+def test_an_older_bls_calls_tensorrt_llm_without_saying_so(tmp_path: Path) -> None:
+    says = 'parameters { key: "tensorrt_llm_model_name" value { string_value: "tensorrt_llm" } }'
+    text = BASES["ensemble"][BLS]
+    assert says in text and "decoupled: true" in text
+    edits = {BLS: text.replace(says, "").replace("decoupled: true", "decoupled: false")}
+    found = lint([changed(tmp_path, "ensemble", edits)], target_of([])).findings
+    assert [(finding.rule, finding.place.file.parent.name) for finding in found if finding.level == "error"] == [
+        ("ensemble/decoupled", "tensorrt_llm_bls")
+    ]
+
+
 def test_one_model_of_a_repository_can_be_named(tmp_path: Path) -> None:
     repository = changed(tmp_path, "ensemble", {BLS: ("count: 64", "count: 1"), PRE: ("TYPE_STRING", "TYPE_STRINGS")})
     assert {finding.rule for finding in lint([repository / "preprocessing"], target_of([])).findings} == {"triton/parse"}

@@ -203,6 +203,8 @@ def _decoupled(model: Model) -> Iterator[Fault]:
 
 def _called(model: Model) -> list[str]:
     named = [model.parameters[key] for key in CALLED if key in model.parameters]
+    if model.name == "tensorrt_llm_bls" and not named:
+        named = ["tensorrt_llm"]  # older templates have no parameter for it
     steps = [step.model_name for step in model.config.ensemble_scheduling.step if step.model_name == "tensorrt_llm"]
     return [name for name in dict.fromkeys([*named, *steps]) if name != model.name]
 

@@ -124,8 +124,8 @@ def _balance(setup: Setup) -> str | None:
     if not setup.layout.attention_dp or setup.layout.tp == 1 or setup.balanced:
         return None
     return (
-        f"TensorRT-LLM {'.'.join(map(str, setup.line))} does not balance attention-DP ranks here, which gave 33 % on GB200: "
-        f"use 1.2 with attention_dp_config.enable_balance."
+        "Attention-DP ranks get prompts unbalanced; balance gave 33 % on GB200: "
+        "set attention_dp_config.enable_balance: true, which 1.1 and later have."
     )
 
 
