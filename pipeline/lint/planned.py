@@ -63,6 +63,7 @@ SPELLINGS = {
     "parallel.attention_dp": "enable_attention_dp", "workload.chunked_prefill": "enable_chunked_prefill",
     "engine.trtllm.free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction", "quant.kv_dtype": "kv_cache_config.dtype",
     "engine.trtllm.moe_backend": "moe_config.backend", "engine.trtllm.mtp": "speculative_config.max_draft_len",
+    "engine.trtllm.expert_slots": "moe_config.load_balancer.num_slots",
 }  # fmt: skip
 """Setting of a plan -> argument of the file, for sentences."""
 

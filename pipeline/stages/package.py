@@ -32,6 +32,11 @@ def toolchain(config: Config) -> dict[str, str]:
     return versions | served | {"container": image_of(config) or "none"}
 
 
+def requires(config: Config, checkpoint: Path | None) -> None:
+    """That layout, release and container go with the engine, before hours are spent on it; ConfigError otherwise."""
+    toolchain(config)
+
+
 STAGE = Stage(
     name="package",
     version=1,
@@ -51,6 +56,7 @@ STAGE = Stage(
         "triton_repo",
     ),
     toolchain=toolchain,
+    requires=requires,
     run="pipeline.stages.package:run",
 )  # fmt: skip
 

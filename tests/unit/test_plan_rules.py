@@ -113,6 +113,7 @@ CASES: dict[str, tuple[Setup, Setup]] = {
     "moe_kernels": (setup(formats=FP8, moe_backend="CUTLASS"), setup(formats=FP8, moe_backend="TRTLLM")),
     "moe_of_line": (setup(version="1.3", moe_backend="WIDEEP"), setup(version="1.2", moe_backend="WIDEEP")),
     "wideep": (setup(layout=TP8_EP8, moe_backend="WIDEEP"), setup(moe_backend="WIDEEP")),
+    "moe_slots": (setup(expert_slots=248), setup(expert_slots=256)),
     "moe_balancer": (setup(expert_slots=288, moe_backend="VANILLA"), setup(expert_slots=288)),
     "moe_unknown": (setup(moe_backend="TRITON"), setup(moe_backend="AUTO")),
     "mtp_format": (setup(moe_backend="TRTLLM", mtp=1), setup(moe_backend="CUTLASS", mtp=1)),

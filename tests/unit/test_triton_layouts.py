@@ -150,3 +150,17 @@ def test_prefill_and_decode_apart_leave_no_repository(tmp_path, monkeypatch):
     assert (written["layout"], written["models"], written["sources"]) == ("none", {}, {})
     assert written["triton"]["container"] == "tritonserver:26.07-trtllm-python-py3"
     assert "trtllm-serve serves the bundle" in ctx.progress.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("serve.layout=torch", "needs engine=torch"),
+        ("serve.triton=25.12", "holds trtllm 1.1.0"),
+        ("engine.trtllm.serving=disaggregated serve.layout=bls", "apart"),
+    ],
+)
+def test_what_package_would_refuse_is_said_before_anything_is_built(word: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        package.STAGE.requires(load(["+hw=h200", "model=deepseek_r1", *word.split()]), None)
+    package.STAGE.requires(load(["+hw=h200", "model=deepseek_r1"]), None)

@@ -62,6 +62,13 @@ def _balancer(setup: Setup) -> str | None:
     return f"moe_backend={setup.moe_backend} takes no load balancer: choose one of {', '.join(LOAD_BALANCED)}."
 
 
+def _slots(setup: Setup) -> str | None:
+    experts = setup.arch.n_routed_experts
+    if setup.expert_slots is None or setup.expert_slots >= experts:
+        return None
+    return f"engine.trtllm.expert_slots={setup.expert_slots} has no place for each of {experts} experts: set {experts} or more."
+
+
 def _unknown(setup: Setup) -> str | None:
     if setup.moe_backend in (*MOE_SUPPORT, "AUTO"):
         return None
@@ -104,6 +111,7 @@ RULES = (
     Rule("moe_of_line", REFUSE, _of_line, "pipeline/engines/trtllm/versions"),
     Rule("wideep", REFUSE, _wideep, "TensorRT-LLM fused_moe_wide_ep.py: Attention DP should be used with WideEP"),
     Rule("moe_balancer", REFUSE, _balancer, "TensorRT-LLM create_moe.py"),
+    Rule("moe_slots", REFUSE, _slots, "TensorRT-LLM MoeLoadBalancerConfig: each expert has a slot, the rest repeat"),
     Rule("moe_unknown", WARN, _unknown, "TensorRT-LLM get_moe_cls"),
     Rule("mtp_format", WARN, _mtp_format, "modeling_deepseekv3.py: the MTP layer of an NVFP4 checkpoint is BF16"),
     Rule("deepgemm_mtp", WARN, _deepgemm_mtp, f"{PULL}s 13357, 12823"),
