@@ -29,14 +29,14 @@ def lint_command(options: Options, console: Console) -> int:
 
     settings = [word for word in options.overrides if "=" in word and not Path(word).exists()]
     report = lint(paths, target_of(settings, options.config_dir))
+    if options.sarif is not None:
+        _write(options.sarif, report.findings)
     for line in report.lines() if not options.as_json else ():
         console.line(line)
     if options.as_json:
         for finding in report.findings:
             console.result({"command": "lint", "finding": finding.plain()})
         console.result({"command": "lint", **report.plain()})
-    if options.sarif is not None:
-        _write(options.sarif, report.findings)
     return report.exit_code
 
 

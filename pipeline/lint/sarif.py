@@ -50,7 +50,7 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
         "ruleId": finding.rule,
         "ruleIndex": index,
         "level": finding.level,
-        "message": {"text": f"{finding.reason}. Fix: {finding.fix}."},
+        "message": {"text": f"{finding.reason}. Fix: {finding.fix}{'' if finding.fix.endswith('?') else '.'}"},
         "locations": [location],
     }
 

@@ -317,6 +317,18 @@ def check_run(run: dict[str, Any]) -> None:
         assert physical.get("region", {"startLine": 1})["startLine"] >= 1
 
 
+def test_sarif_is_written_though_nobody_reads_the_lines(tmp_path: Path) -> None:
+    write(tmp_path, {"a.yaml": f"{ARGS}max_num_token: 1\n"})
+    unread, lines = os.pipe()
+    os.close(unread)
+    words = [sys.executable, "-m", "pipeline", "lint", "a.yaml", "--sarif", "x.sarif"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with open(lines, "wb") as output:
+        done = subprocess.run(words, cwd=tmp_path, env=environment, stdout=output, stderr=subprocess.DEVNULL, check=False)
+    assert done.returncode == 141
+    assert json.loads((tmp_path / "x.sarif").read_text())["runs"][0]["results"]
+
+
 def test_sarif_of_nothing_is_a_run_without_results() -> None:
     assert sarif([])["runs"][0]["results"] == []
 
