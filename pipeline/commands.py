@@ -112,12 +112,13 @@ def package(options: Options, console: Console) -> int:
 
 def serve(options: Options, console: Console) -> int:
     """Build, then run tritonserver until interrupted; with serve.url only OpenAI's API in front of that server."""
-    from pipeline.openai.companion import gateway_command
+    from pipeline.openai.companion import gateway_command, require
     from pipeline.triton.server import find_server, serve_command
 
     config = load(options.overrides, options.config_dir)
     if config.serve.url:
         return gateway_command(config.serve, find_source(config, _root(config)).folder, console.line)
+    require(config.serve)
     find_server(config.serve)  # before hours of building for it
     repository = _build(options, console, "package", config)["package"].out / "repository"
     return serve_command(config, repository, console.line)

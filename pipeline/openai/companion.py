@@ -18,7 +18,7 @@ from pipeline.openai.service import Settings
 from pipeline.triton.http import Endpoint
 from pipeline.triton.smoke import entry, running
 
-__all__ = ["Companion", "api_key", "beside", "command", "gateway_command", "tokenizer_folder"]
+__all__ = ["Companion", "api_key", "beside", "command", "gateway_command", "require", "tokenizer_folder"]
 
 STOP_SECONDS = 10.0
 """After which a gateway that was told to stop is killed."""
@@ -31,6 +31,15 @@ def api_key(variable: str | None) -> str:
     if not (key := os.environ.get(variable, "").strip()):
         raise ConfigError(f"The environment variable {variable}, which should hold the API key, is not set or empty: export it.")
     return key
+
+
+def require(serve: ServeConfig) -> None:
+    """What the gateway beside a server needs, asked before hours of building for it; ConfigError where it is missing."""
+    if serve.openai_port is None:
+        return
+    api_key(serve.openai_api_key_env)
+    if serve.tokenizer and not (Path(serve.tokenizer) / "tokenizer.json").is_file():
+        raise ConfigError(f"serve.tokenizer={serve.tokenizer} has no tokenizer.json: name the model's folder, or leave it out.")
 
 
 def command(serve: ServeConfig, endpoint: Endpoint, model: str, tokenizer: Path) -> list[str]:

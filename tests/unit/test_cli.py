@@ -30,6 +30,7 @@ from tests.conftest import Workspace
         (["nope"], "There is no command nope"),
         (["plan", "+hw=cpu", "store.root=/proc/nope"], "store.root=/proc/nope cannot hold results"),
         (["smoke", "+hw=cpu", "serve.url=127.0.0.1:9"], "serve.url=127.0.0.1:9 does not answer as a Triton server"),
+        (["serve", "+hw=cpu", "serve.openai_port=0", "serve.tokenizer=nowhere"], "serve.tokenizer=nowhere has no tokenizer.json"),
         (["smoke", "+hw=cpu", "serve.url=nonsense"], "serve.url=nonsense must be HOST:PORT"),
     ],
 )

@@ -24,7 +24,7 @@ if [[ "$how" == ranked && "$size" -ne "$ranks" ]]; then
   exit 2
 fi
 if [[ "$package" == *[[:space:]]* ]]; then
-  echo "instance.sh: trtllm-llmapi-launch splits words, and $package has a space: move the package" >&2
+  echo "instance.sh: Triton and trtllm-llmapi-launch split words, and $package has a space: move the package" >&2
   exit 2
 fi
 
