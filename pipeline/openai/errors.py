@@ -9,10 +9,12 @@ __all__ = ["ApiError", "from_triton"]
 
 QUEUE_FULL = re.compile(r"requests wait already|requests run or wait|maximum queue size", re.IGNORECASE)
 TOO_LONG = re.compile(
-    r"max_seq_len|max_num_tokens|max_input_len|max_model_len|maximum (context|sequence|input|model) length|prompt length",
+    r"KV pages|max_seq_len|max_num_tokens|max_input_len|max_model_len|maximum (context|sequence|input|model) length|prompt length",
     re.IGNORECASE,
 )
 """Engines say it in their own words: the torch engine, TensorRT-LLM's executor and LLM API, vLLM."""
+GONE = re.compile(r"shutting down|is stopping|was cancelled", re.IGNORECASE)
+ABSENT = re.compile(r"unknown model|is not found|is not ready", re.IGNORECASE)
 STATUS = {
     "INVALID_ARGUMENT": (400, None),
     "NOT_FOUND": (503, "model_not_loaded"),
@@ -44,10 +46,13 @@ class ApiError(Exception):
 
 
 def from_triton(code: str, text: str) -> ApiError:
-    """The error for a client, from the name of a gRPC status ("" if the server gave none) and its text."""
+    """The error for a client, from the name of a gRPC status and its text. Errors inside a stream have no status (""), so
+    the text must tell what it was; what it does not tell is the engine's failure."""
     if QUEUE_FULL.search(text):
         return ApiError(429, text, code="queue_full")
     if code in ("INVALID_ARGUMENT", "INTERNAL", "UNKNOWN", "") and TOO_LONG.search(text):
         return ApiError(400, text, code="context_length_exceeded")
+    if not code:
+        code = "UNAVAILABLE" if GONE.search(text) else "NOT_FOUND" if ABSENT.search(text) else ""
     status, name = STATUS.get(code, (500, "engine_error"))
     return ApiError(status, text, code=name)
