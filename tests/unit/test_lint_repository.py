@@ -120,6 +120,7 @@ CASES: dict[str, tuple[str, dict[str, Edit]]] = {
     "vllm/model": argument('"model": "deepseek-ai/DeepSeek-R1", ', ""),
     "vllm/json": argument('8192}', '8192,}'),
     "vllm/unknown": argument('"max_num_seqs"', '"max_num_seq"'),
+    "vllm/removed": argument('"block_size"', '"disable_log_requests": true, "block_size"'),
     "vllm/decoupled": ("vllm", {R1: ("decoupled: true", "decoupled: false")}),
     "vllm/auto-completed": ("vllm", {R1: (STREAMS, "")}),
     "vllm/max-batch-size": ("vllm", {R1: ("max_batch_size: 0", "max_batch_size: 8")}),

@@ -43,6 +43,14 @@ KNOWN = (
     "device", "runner", "task", "model_impl", "logits_processors", "safetensors_load_strategy", "decode_context_parallel_size",
 )  # fmt: skip
 """Engine arguments of vLLM; it has more, so only near misses are told."""
+REMOVED = {
+    "disable_log_requests": "enable_log_requests, false by default, took its place in 0.10.1",
+    "num_scheduler_steps": "multi-step scheduling went with the V0 engine in 0.10.1",
+    "multi_step_stream_outputs": "multi-step scheduling went with the V0 engine in 0.10.1",
+    "use_v2_block_manager": "there has been one block manager since 0.8",
+}
+FIRST_WITHOUT = "25.09"
+"""First listed release of Triton whose vLLM (0.10.1) has none of them."""
 LONG = re.compile(r"deepseek|kimi|r1|v3|checkpoint|^[./]", re.IGNORECASE)
 """Names of models whose own length does not fit, and folders, which may hold one."""
 TIGHT = 0.95
@@ -81,6 +89,12 @@ def _unknown(model: Model) -> Iterator[Fault]:
         near = get_close_matches(key, KNOWN, n=1, cutoff=0.85) if key not in KNOWN else []
         if near:
             yield Fault(_args(model).at(key), f"{key} is no engine argument: vLLM refuses it", f"did you mean {near[0]}?")
+
+
+def _removed(model: Model) -> Iterator[Fault]:
+    for key in REMOVED if (model.target.triton or FIRST_WITHOUT) >= FIRST_WITHOUT else ():
+        if key in _args(model).values:
+            yield Fault(_args(model).at(key), f"{key} is gone from vLLM, which refuses it: {REMOVED[key]}")
 
 
 def _policy(model: Model) -> Iterator[Fault]:
@@ -204,6 +218,8 @@ RULES: tuple[Rule[Model], ...] = (
     Rule("vllm/json", ERROR, _strict, "write JSON: names and texts in double quotes, no comma at the end, no comments",
          f"{BACKEND}: json.load"),
     Rule("vllm/unknown", ERROR, _unknown, "correct the name", f"{ARGUMENTS}: AsyncEngineArgs(**model.json)"),
+    Rule("vllm/removed", WARNING, _removed, "leave it out",
+         "vllm-project/vllm issue 23283, pull requests 22779, 13492; triton-inference-server/vllm_backend pull request 96"),
     Rule("vllm/decoupled", ERROR, _policy, "set decoupled: true", BACKEND),
     Rule("vllm/auto-completed", NOTE, _completed, "write input, output and model_transaction_policy into config.pbtxt", BACKEND),
     Rule("vllm/max-batch-size", WARNING, _batching, "set max_batch_size: 0", BACKEND),
