@@ -64,7 +64,7 @@ class Target:
 
 
 def target_of(settings: Iterable[str], config_dir: Path | None = None) -> Target:
-    """`version=1.2 triton=25.12 hw=b200 model=deepseek_r1`, and with hw= any setting of `plan`.
+    """`version=1.2 triton=25.12 hw=b200 model=deepseek_r1`, and with hw= any setting of `plan` (model: DeepSeek-R1 unless said).
 
     Raises:
         ConfigError: if a value is not known, or settings are given that need hw=.
@@ -94,6 +94,7 @@ def _require_version(version: str | None) -> None:
 def _config(hw: str, given: dict[str, str], version: str | None, config_dir: Path | None) -> Config:
     from pipeline.config.load import load
 
+    given = {"model": "deepseek_r1"} | given
     words = [f"+hw={hw}", *(f"{key}={value}" for key, value in given.items())]
     config = load(words if "engine" in given else [*words, "engine=trtllm"], config_dir)
     if config.engine.trtllm is None:

@@ -465,3 +465,9 @@ def test_unreadable_files_end_in_a_sentence(tmp_path: Path, capsys: pytest.Captu
 def test_a_file_may_be_named_twice(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("max_num_token: 1\n")
     assert len(lint([tmp_path / "a.yaml", tmp_path / "a.yaml"], replace(Target(), version="1.2")).findings) == 1
+
+
+def test_hardware_alone_is_judged_for_deepseek_r1(tmp_path: Path) -> None:
+    write(tmp_path, {"a.yaml": ARGS})
+    assert str(target_of(["hw=b200"])) == "deepseek_r1 on b200 (no workload given)"
+    assert lint([tmp_path / "a.yaml"], target_of(["hw=b200"])).exit_code == 0
