@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 TORCH = "2.13.0"
+MAX_WORKERS = 4
+"""A worker of the tests takes a gigabyte."""
 
 
 def main() -> int:
@@ -136,8 +138,9 @@ def run_main_job() -> int:
 
 
 def run_tests() -> int:
-    """The whole suite; GPU tests skip themselves with the reason."""
-    return run([str(PYTHON), "-m", "pytest", "-q"], check=False)
+    """The whole suite, a core a worker; GPU tests skip themselves with the reason."""
+    workers = str(min(MAX_WORKERS, os.cpu_count() or 1))
+    return run([str(PYTHON), "-m", "pytest", "-q", "-n", workers, "--dist", "loadgroup"], check=False)
 
 
 def run(command: list[str], *, check: bool = True, quiet: bool = False) -> int:

@@ -63,6 +63,15 @@ class Workspace:
         return {stage: manifest["digest"] for stage, manifest in manifests.items()}
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For several workers (-n): a file stays whole, for its servers' sake, and files that share the one build together."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    builds = {item.path for item in items if "cpu_build" in getattr(item, "fixturenames", ())}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("cpu_build" if item.path in builds else str(item.path)))
+
+
 @pytest.fixture(scope="session")
 def cpu_build(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """`python -m pipeline build +hw=cpu` on the embedded model, once."""
