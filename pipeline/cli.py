@@ -112,8 +112,8 @@ COMMANDS: dict[str, Command] = {
         "Takes YAML files of LLM arguments (of trtllm-serve disaggregated, too), checkpoint folders, Triton model repositories or\n"
         "one model of them (llmapi, vLLM, NVIDIA's ensembles, filled in or not), and what engine and package wrote. Each finding\n"
         "has its rule, place, reason, fix and source. version= is the release of TensorRT-LLM (else the line that fits best),\n"
-        "triton= that of the container; with hw= and model= the planner's rules judge, too, and with workload= or workload.isl=\n"
-        "those about the load. It exits with 4 when it finds an error.",
+        "triton= that of the container; with hw= (and model=, else deepseek_r1) the planner's rules judge, too, and with\n"
+        "workload= or workload.isl= those about the load. It exits with 4 when it finds an error.",
         "lint",
         needs_config=False,
         arguments="PATH... [version=1.2] [triton=25.12] [hw=NAME [model=NAME] [SETTING=VALUE ...]] [--sarif FILE] | --rules ",

@@ -27,6 +27,7 @@ __all__ = ["lint", "lint_text", "main"]
 
 SCHEMAS = Path(__file__).parent / "schemas"
 CUSTOM = {"LeaderWorkerSet": "leaderworkerset", "ComputeDomain": "computedomain"}
+KINDS = (".sh", ".sbatch", ".yaml", ".yml", ".md")
 KUBERNETES = "1.33"
 """The API that objects must be valid in: the oldest whose pods claim resources from DRA drivers in beta, and still served."""
 SBATCH = {
@@ -37,8 +38,9 @@ SBATCH = {
 
 
 def main(arguments: list[str]) -> int:
-    """Lint every file below the folders."""
-    files = [file for folder in arguments for file in sorted(Path(folder).rglob("*")) if file.is_file()]
+    """Lint every file below the folders that is one of a launcher's, by its name."""
+    below = (file for folder in arguments for file in sorted(Path(folder).rglob("*")) if file.is_file())
+    files = [file for file in below if file.suffix in KINDS]
     problems = [f"{file}: {said}" for file in files for said in lint(file)]
     print("\n".join(problems))
     missing = [name for name, there in {"shellcheck": _shellcheck(), "docker compose": _docker_compose()}.items() if not there]
@@ -59,9 +61,9 @@ def lint_text(name: str, text: str) -> Iterator[str]:
     """What is wrong with a file of this name and text."""
     if unfilled := re.findall(r"@[A-Z_]+@|\{\{", text):
         yield f"{unfilled[0]} was not filled in"
-    if name.endswith((".sh", ".sbatch")):
+    if name.endswith(KINDS[:2]):
         yield from _shell(text)
-    elif name.endswith((".yaml", ".yml")):
+    elif name.endswith(KINDS[2:4]):
         yield from _yaml(name, text)
 
 
