@@ -13,6 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # a core a worker: threads of libraries that wait for one another would burn the rest
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 
 @dataclass(frozen=True)
 class Run:
