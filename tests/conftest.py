@@ -67,6 +67,7 @@ class Workspace:
         return {stage: manifest["digest"] for stage, manifest in manifests.items()}
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist's own reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For several workers (-n): a file stays whole, for its servers' sake, and files that share the one build together."""
     if not config.pluginmanager.hasplugin("xdist"):
