@@ -13,10 +13,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # a core a worker: threads of libraries that wait for one another would burn the rest
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
 
 @dataclass(frozen=True)
 class Run:
@@ -65,16 +61,6 @@ class Workspace:
             for stage in sorted((self.store / "latest").iterdir())
         }
         return {stage: manifest["digest"] for stage, manifest in manifests.items()}
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist's own reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For several workers (-n): a file stays whole, for its servers' sake, and files that share the one build together."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    builds = {item.path for item in items if "cpu_build" in getattr(item, "fixturenames", ())}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("cpu_build" if item.path in builds else str(item.path)))
 
 
 @pytest.fixture(scope="session")
