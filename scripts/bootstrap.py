@@ -138,7 +138,7 @@ def run_main_job() -> int:
 
 
 def run_tests() -> int:
-    """The whole suite, a core a worker and a file on one of them, for its servers' sake; GPU tests skip themselves with the reason."""
+    """The whole suite, a worker a core and a file on one of them, for its servers; GPU tests skip themselves with the reason."""
     workers = str(min(MAX_WORKERS, os.cpu_count() or 1))
     return run([str(PYTHON), "-m", "pytest", "-q", "-n", workers, "--dist", "loadfile"], check=False)
 
