@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plugins.timing import copy_bandwidth, graph_seconds
 
-__all__ = ["Bench", "Call", "micros", "relative"]
+__all__ = ["Bench", "Call", "differing", "micros", "relative"]
 
 Call = Callable[[], Any]
 IN_A_GRAPH = 20
@@ -107,6 +107,12 @@ class Bench:
 def micros(call: Call, calls: int = IN_A_GRAPH, flush: bool = False) -> float:
     """Microseconds of one call among several in a graph."""
     return round(graph_seconds([call] * calls, flush=flush) * 1e6, 2)
+
+
+def differing(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """Share of elements that are not the reference's, summed over the tensors."""
+    pairs = zip(found, wanted, strict=True)
+    return sum(float((one.float() != other.float()).float().mean()) for one, other in pairs)
 
 
 def relative(found: Tensor | Sequence[Tensor], wanted: Tensor) -> float:

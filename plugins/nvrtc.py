@@ -21,7 +21,7 @@ from typing import Any
 
 from pipeline.core.errors import MissingToolError, StageError
 
-__all__ = ["Module", "Source", "aligned", "compile_source", "source_text", "tensor_map"]
+__all__ = ["Module", "Source", "aligned", "compile_source", "source_text", "tensor_map", "wheels"]
 
 FLAGS = ("--std=c++17",)
 INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
@@ -187,13 +187,17 @@ def compile_source(source: bytes, options: Sequence[str]) -> bytes:
     return result.raw
 
 
+def wheels(library: str) -> list[str]:
+    """The files of a library in torch's CUDA wheels."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations or () if spec else ()
+    return sorted(str(file) for root in roots for file in Path(root).glob(f"*/lib/{library}.so.*"))
+
+
 @functools.cache
 def _compiler() -> ctypes.CDLL:
     """NVRTC of torch's own CUDA wheels, else the system's."""
-    spec = importlib.util.find_spec("nvidia")
-    wheels = [file for root in (spec.submodule_search_locations or () if spec else ()) for file in Path(root).glob("*/lib/lib*")]
-    found = sorted(str(file) for file in wheels if file.name.startswith("libnvrtc.so."))
-    for name in (*found, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
+    for name in (*wheels("libnvrtc"), "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
         try:
             for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):  # it looks for them by name alone
                 ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)

@@ -1,4 +1,4 @@
-"""Device time of GPU work: medians of CUDA graph replays, and what a result file must say about the machine."""
+"""Device time of GPU work: medians of CUDA graph replays or of wall clock, and what a result file must say about the machine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import datetime
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["copy_bandwidth", "graph_seconds", "machine"]
+__all__ = ["clocked", "copy_bandwidth", "graph_seconds", "machine"]
 
 Call = Callable[[], Any]
 FLUSH_BYTES = 256 << 20
@@ -26,6 +27,19 @@ def graph_seconds(calls: Sequence[Call], replays: int = 20, flush: bool = False)
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     mixed = [step for call in calls for step in (scratch.zero_, call)]
     return 2 * _replayed(mixed, replays) - _replayed([scratch.zero_] * len(calls), replays)
+
+
+def clocked(call: Call, repeats: int = 10) -> float:
+    """Median wall-clock seconds of one call, until a GPU that it used is done."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    times = []
+    for _ in range(repeats + 2):
+        wait()
+        begin = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[2:])
 
 
 def copy_bandwidth(total_bytes: int, sets: int = 1, replays: int = 20) -> float:

@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from plugins.bench import relative  # noqa: E402
 from plugins.fp4_allgather import op  # noqa: E402
-from plugins.timing import graph_seconds, machine  # noqa: E402
+from plugins.timing import clocked, graph_seconds, machine  # noqa: E402
 
 HIDDEN, EXPERTS, TOP_K = 7168, 256, 8
 TOKENS, QUICK_TOKENS = (8, 32, 128, 512, 1024, 2048, 4096), (8, 64)
@@ -91,14 +90,14 @@ def gathers(x: Tensor, precision: op.Precision) -> Iterator[dict[str, Any]]:
     wanted = op.all_gather(x, "bf16")
     found = op.all_gather(x, precision, input_scale=scale)
     seconds = slowest(lambda: op.all_gather(x, precision, input_scale=scale), x.device)
-    yield result("all_gather", seconds, wire) | {"error": error(found, wanted)}
+    yield result("all_gather", seconds, wire) | {"error": relative(found, wanted)}
     if precision != "bf16":
         seconds = slowest(lambda: op.gather_packed(x, precision, input_scale=scale), x.device)
         yield result("all_gather undecoded", seconds, wire)
         return
     share = torch.empty_like(x)
     seconds = slowest(lambda: dist.reduce_scatter_tensor(share, wanted), x.device)
-    yield result("reduce_scatter", seconds, wire) | {"error": error(share.float(), (x.float() * ranks).bfloat16())}
+    yield result("reduce_scatter", seconds, wire) | {"error": relative(share.float(), (x.float() * ranks).bfloat16())}
 
 
 def exchanges(x: Tensor, precision: op.Precision, generator: torch.Generator) -> Iterator[dict[str, Any]]:
@@ -125,38 +124,22 @@ def exchanges(x: Tensor, precision: op.Precision, generator: torch.Generator) ->
     yield result("dispatch", seconds, (sum(received) - received[here]) * width)
     seconds = slowest(lambda: combine(at_experts), x.device)
     wanted = x.float() * goes.sum(1, keepdim=True).to(x.device)
-    yield result("combine", seconds, (sum(sent) - sent[here]) * width) | {"error": error(combine(at_experts), wanted)}
+    yield result("combine", seconds, (sum(sent) - sent[here]) * width) | {"error": relative(combine(at_experts), wanted)}
 
 
 def slowest(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call on the slowest rank."""
     dist.barrier()
-    seconds = graph_seconds([call] * IN_A_GRAPH) if device.type == "cuda" else clocked(call)
+    seconds = graph_seconds([call] * IN_A_GRAPH) if device.type == "cuda" else clocked(call, REPEATS)
     every = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(every, dist.ReduceOp.MAX)
     return float(every)
-
-
-def clocked(call: Callable[[], Any]) -> float:
-    """Median wall-clock seconds."""
-    call()
-    times = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
 
 
 def result(name: str, seconds: float, wire: int) -> dict[str, Any]:
     """A row: what a rank received from the others, and how fast."""
     rate = {"us": round(seconds * 1e6, 2), "gb_per_s": round(wire / seconds / 1e9, 2)}
     return {"collective": name, "received_bytes": wire, **rate}
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Relative L2."""
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def described(rows: list[dict[str, Any]], device: torch.device) -> dict[str, Any]:

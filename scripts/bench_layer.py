@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +34,12 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from plugins.bench import relative  # noqa: E402
 from plugins.fused_qkv_a import op as qkv  # noqa: E402
 from plugins.fused_qkv_a import reference as plain  # noqa: E402
 from plugins.mla_decode import op as mla  # noqa: E402
 from plugins.router_gemm import op as gemm  # noqa: E402
-from plugins.timing import graph_seconds, machine  # noqa: E402
+from plugins.timing import clocked, graph_seconds, machine  # noqa: E402
 from plugins.topk_router import op as router  # noqa: E402
 from plugins.topk_router.reference import route  # noqa: E402
 
@@ -74,28 +73,16 @@ def measured(layer: Layer, batch: int) -> Iterator[dict[str, Any]]:
     """A row a step; each has all steps before it."""
     state = State(batch)
     x = torch.randn(batch, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    wanted = layer(x, state, frozenset()).double()
+    wanted = layer(x, state, frozenset())
     before = None
     for count, step in enumerate(STEPS):
         on = frozenset(STEPS[: count + 1])
-        error = float((layer(x, state, on).double() - wanted).norm() / wanted.norm())
+        error = relative(layer(x, state, on), wanted)
         call = lambda on=on: layer(x, state, on)  # noqa: E731
         seconds = clocked(call) if step == "eager" else graph_seconds([call] * 2, replays=10)
         us = round(seconds * 1e6, 2)
         yield {"batch": batch, "step": step, "us": us, "gain": round((before or us) / us, 3), "error": error}
         before = us
-
-
-def clocked(call: Callable[[], Any], repeats: int = 10) -> float:
-    """Median wall-clock seconds."""
-    times = []
-    for _ in range(repeats + 2):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[2:])
 
 
 class State:

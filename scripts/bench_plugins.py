@@ -75,11 +75,15 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "| kernel | shape | ours | *pdl* | cold | best peer | peer, cold | eager torch | limit |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for row in rows:
-        shape = " ".join(str(row[key]) for key in SHAPE if key in row)
         peer = f"{row['peer']} {row['peer_us']:.1f}" if row["peer"] else ""
         times = [row.get(key) for key in ("ours_us", "overlap_us", "cold_us", "peer_cold_us", "eager_us", "limit_us")]
         shown = [f"{time:.1f}" if time else "" for time in times]
-        yield f"| `{row['plugin']}` | {shape} | {' | '.join((*shown[:3], peer, *shown[3:]))} |"
+        yield f"| `{row['plugin']}` | {shape_of(row)} | {' | '.join((*shown[:3], peer, *shown[3:]))} |"
+
+
+def shape_of(row: dict[str, Any]) -> str:
+    """What was measured, in words."""
+    return " ".join(str(row[key]) for key in SHAPE if key in row)
 
 
 def load(library: Path) -> str:
@@ -93,13 +97,12 @@ def load(library: Path) -> str:
 
 def line(row: dict[str, Any]) -> str:
     """A row for people."""
-    shape = " ".join(str(row[key]) for key in SHAPE if key in row)
     times = {name: row[f"{name}_us"] for name in ("ours", "overlap", "cold", "eager", "compile") if row.get(f"{name}_us")}
     times |= row["peers"] | {f"{name} cold": time for name, time in row.get("peers_cold", {}).items()}
     shown = "  ".join(f"{name} {time:.2f}" for name, time in times.items())
     differ = f", {row['tokens_that_differ']} differ" if "tokens_that_differ" in row else ""
     tail = f"limit {row['limit_us']:.2f}, floor {row['floor_us']:.2f}, error {row['error']:.1e}{differ}"
-    return f"{row['plugin']:16s} {shape:18s}  {shown}  {tail}"
+    return f"{row['plugin']:16s} {shape_of(row):18s}  {shown}  {tail}"
 
 
 if __name__ == "__main__":

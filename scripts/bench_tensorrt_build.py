@@ -17,7 +17,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.engines.tensorrt.networks import name_of, networks
 from pipeline.engines.tensorrt.plan_file import kernels
 from pipeline.engines.tensorrt.weights import Weights
-from pipeline.engines.tensorrt.worker import network
+from pipeline.engines.tensorrt.worker import network, peak_bytes
 from pipeline.formats import FORMATS, Output
 from pipeline.models.arch import Arch
 
@@ -92,7 +91,7 @@ def whole_rank(folder: Path, ranks: int) -> dict[str, Any]:
                 build(net, "tensorrt_rtx", [120], path, refit=False, advance=lambda percent: None, stopped=lambda: False)
                 sizes[key] = path.stat().st_size
                 print(f"{name_of(spec):30} {sizes[key] / 1e6:5.1f} MB", flush=True)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes()
     row = {
         "networks": len(specs), "engines": len(sizes), "bytes": sum(sizes.values()), "seconds": time.monotonic() - started,
         "cpu_seconds": time.process_time() - cpu, "peak": peak,
@@ -126,9 +125,8 @@ def write(folder: Path, hf: dict[str, Any], arch: Arch, name: str, ranks: int) -
     """A checkpoint of that layer alone. NVFP4 leaves attention in BF16, as NVIDIA's does."""
     random, plan = np.random.default_rng(0), []
     for parameter, shape in wanted(arch, ranks):
-        place = place_of(parameter.rpartition(".")[0], arch)
-        quantised = place.linear and (name != "nvfp4" or ".mlp." in parameter)
-        module, leaf = parameter.rpartition(".")[::2]
+        module, _, leaf = parameter.rpartition(".")
+        quantised = place_of(module, arch).linear and (name != "nvfp4" or ".mlp." in parameter)
         outputs = FORMATS[name].outputs(module, shape) if quantised and len(shape) == 2 else (Output(leaf, "BF16", shape),)
         plan += [(f"{module}.{item.suffix}", item.dtype, item.shape) for item in outputs]
     (folder / "config.json").write_text(json.dumps(hf))
@@ -169,7 +167,7 @@ def build_one(folder: Path, form: Any, name: str, ranks: int, inputs: bool) -> d
         "ranks": ranks, "experts": len(spec.experts), "layers": describe(net)["layers"],
         "weights": sum(entry.num_bytes for entry in checkpoint.entries.values()), "engine": path.stat().st_size,
         "seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - cpu,
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "fused_attention": fused,
+        "peak": peak_bytes(), "fused_attention": fused,
     }  # fmt: skip
 
 

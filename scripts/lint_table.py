@@ -18,10 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pipeline.lint import catalogue
 from pipeline.lint.checkpoint import INVARIANTS
-from pipeline.lint.report import lint
-from pipeline.lint.target import target_of
 from tests._utils.known_good import MEASURED, RECIPES, TRUE_ALARMS, alarms_of_measured, alarms_of_recipe
-from tests.cases.test_lint_cases import ARGUMENTS, RULES, TABLE
+from tests.cases.test_lint_cases import ARGUMENTS, RULES, TABLE, linted_arguments
 from tests.unit.test_lint_repository import linted
 
 AREAS = {row.id: row.area for row in catalogue.rows()}
@@ -31,11 +29,8 @@ def caught() -> Counter[str]:
     """Cases by the area of the rule that shows them; a case that is not shown is missing."""
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        for index, (text, settings, rule, _, _) in enumerate(ARGUMENTS.values()):
-            file = Path(folder) / f"{index}.yaml"
-            file.write_text(f"{{{text}}}\n", encoding="utf-8")
-            report = lint([file], target_of(settings.split()))
-            counts[AREAS[rule]] += any(finding.rule == rule for finding in report.findings)
+        for case, (_, _, rule, _, _) in ARGUMENTS.items():
+            counts[AREAS[rule]] += any(finding.rule == rule for finding in linted_arguments(Path(folder), case).findings)
         for case, (rule, _, _) in RULES.items():
             place = Path(folder) / case
             place.mkdir()

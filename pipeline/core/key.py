@@ -31,7 +31,7 @@ def key_parts(stage: Stage, config: Config, inputs: dict[str, str]) -> dict[str,
         "stage": stage.name,
         "version": stage.version,
         "config": config_leaves(config, stage.config),
-        "code": {name: digest for path in stage.code for name, digest in code_digests(path).items()},
+        "code": {name: digest for path in (*stage.code, *stage.code_of(config)) for name, digest in code_digests(path).items()},
         "toolchain": stage.toolchain(config),
         "inputs": inputs,
     }

@@ -83,6 +83,8 @@ class Stage:
     """What of the source checkpoint enters the key: nothing, its config.json and the headers of its weights, or all of it."""
     code: tuple[str, ...] = ()
     """Files or folders, relative to the project's code, whose source digest enters the key."""
+    code_of: Callable[[Config], tuple[str, ...]] = field(default=lambda config: ())
+    """Further ones, by what is configured."""
     toolchain: Callable[[Config], dict[str, str]] = field(default=lambda config: {})
     """Name -> version of what shapes the output. Must not import torch."""
     run: str = ""

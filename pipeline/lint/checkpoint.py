@@ -1,6 +1,6 @@
 """A checkpoint folder: the invariants of `verify` that headers show, and what TensorRT-LLM's reader and routing kernel ask for.
 
-Values of scales and weights are not read here, which keeps a checkpoint of 400 GB within seconds: `verify DIR` reads them.
+Values of block scales and weights are not read here, which keeps a checkpoint of 400 GB within seconds: `verify DIR` reads them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.checkpoint.reader import uncollected
 from pipeline.core.errors import ConfigError
 from pipeline.core.jsonio import read_json
+from pipeline.engines.trtllm.versions import last_with_tensorrt
 from pipeline.inspect.contents import Contents, table_of, whole
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Finding, Place, Rule, apply
 from pipeline.lint.target import Target
@@ -29,6 +30,8 @@ ALGORITHMS = (
 )  # fmt: skip
 GROUPS = {"NVFP4": 16, "NVFP4_AWQ": 16, "W4A16_NVFP4": 16, "W4A8_NVFP4_FP8": 32, "FP8_BLOCK_SCALES": 128}
 """Algorithm -> the group size that its kernels take."""
+MOST_JSON = 10_000_000
+"""Bytes of a file of settings."""
 CACHES = ("FP8", "NVFP4", "INT8")
 DEEPSEEK = "DeepseekV3ForCausalLM"
 BY_VALUE = ("nan-block-scale", "negative-block-scale", "zero-block-scale", "saturated-block-scale")
@@ -74,6 +77,11 @@ def _declared(contents: Contents) -> dict[str, Any]:
 
 def _inline(contents: Contents) -> dict[str, Any]:
     return table_of(contents.config.get("quantization_config"))
+
+
+def _small_table(file: Path) -> dict[str, Any]:
+    """Of a JSON file; empty where there is none, or it is too large to be settings."""
+    return table_of(read_json(file)) if file.is_file() and file.stat().st_size < MOST_JSON else {}
 
 
 def _hf(contents: Contents, key: str = "") -> Place:
@@ -133,8 +141,8 @@ def _two_caches(contents: Contents) -> Iterator[Fault]:
     """MIXED_PRECISION is read from quant_cfg.json where there is one."""
     file = contents.folder / "quant_cfg.json"
     try:
-        other = table_of(read_json(file)) if file.is_file() and file.stat().st_size < 10_000_000 else {}
-    except (ConfigError, OSError, ValueError, RecursionError) as error:
+        other = _small_table(file)
+    except (OSError, ValueError, RecursionError) as error:
         yield Fault(Place(file), f"quant_cfg.json cannot be read: {str(error)[:200]}")
         return
     ours, theirs = _declared(contents).get("kv_cache_quant_algo"), other.get("kv_cache_quant_algo")
@@ -209,10 +217,9 @@ def is_tensorrt_engine(folder: Path) -> bool:
     """Whether a folder holds a TensorRT engine, or the checkpoint that trtllm-build makes one from."""
     if any(folder.glob("rank*.engine")):
         return True
-    file = folder / "config.json"
     try:
-        config = table_of(read_json(file)) if file.is_file() and file.stat().st_size < 10_000_000 else {}
-    except (ConfigError, OSError, ValueError, RecursionError):
+        config = _small_table(folder / "config.json")
+    except (OSError, ValueError, RecursionError):
         return False
     return bool({"pretrained_config", "build_config"} & config.keys()) or (folder / "rank0.safetensors").is_file()
 
@@ -222,7 +229,7 @@ def tensorrt_findings(folder: Path, target: Target) -> Iterator[Finding]:
     gone = (
         f"TensorRT-LLM {target.version} cannot load it"
         if target.without_tensorrt
-        else "1.3.0rc20 is the last release that loads it"
+        else f"{last_with_tensorrt()} is the last release that loads it"
     )
     reason = f"this is a TensorRT engine, or the checkpoint for one: {gone}, and DeepSeek's experts have no way there"
     level = ERROR if target.without_tensorrt else WARNING

@@ -17,7 +17,7 @@ import yaml
 from pipeline.core.errors import ConfigError
 from pipeline.lint.base import Place
 
-__all__ = ["MOST_BYTES", "Document", "read_document", "read_text"]
+__all__ = ["MOST_BYTES", "Document", "read_document", "read_text", "value_at"]
 
 MOST_BYTES, MOST_VALUES, DEEPEST = 1_000_000, 50_000, 40
 """Of one file; published ones have 20 kB, 100 values (17,600 with the placement of 61 x 288 experts) and 4 levels."""
@@ -38,9 +38,7 @@ class Document:
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path; `default` where a part is absent or null."""
-        value: Any = self.values
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value = value_at(self.values, path)
         return default if value is None else value
 
     def at(self, path: str) -> Place:
@@ -57,6 +55,13 @@ class Document:
         lines |= {path.removeprefix(prefix): line for path, line in self.lines.items() if path.startswith(prefix)}
         twice = tuple(path.removeprefix(prefix) for path in self.twice if path.startswith(prefix))
         return Document(self.file, inner if isinstance(inner, dict) else {}, lines, twice)
+
+
+def value_at(table: Any, path: str) -> Any:
+    """The value at a dotted path; None where a part is absent or null."""
+    for part in path.split("."):
+        table = table.get(part) if isinstance(table, Mapping) else None
+    return table
 
 
 def read_text(file: Path, most: int = MOST_BYTES) -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.core.errors import ConfigError, GateError
-from pipeline.lint.args import args_of
+from pipeline.lint.args import Args, args_of, disaggregated
 from pipeline.lint.args import findings as args_findings
-from pipeline.lint.base import ERROR, NOTE, WARNING, Finding, Place
+from pipeline.lint.base import ERROR, NOTE, WARNING, Finding, Place, apply
 from pipeline.lint.document import Document
 from pipeline.lint.names import OWN_KEYS
 from pipeline.lint.recognise import Artefact, recognise
@@ -121,7 +121,6 @@ def _findings(artefact: Artefact, target: Target) -> Iterator[Finding]:
 
             yield from tensorrt_findings(artefact.path, target)
         case "vllm":
-            from pipeline.lint.base import apply
             from pipeline.lint.repository import Model, vllm
 
             alone = Model(artefact.path.parent, target, {}, given=artefact.document)
@@ -135,13 +134,17 @@ def _findings(artefact: Artefact, target: Target) -> Iterator[Finding]:
 def _arguments(document: Document, target: Target, checkpoint: Path) -> Iterator[Finding]:
     """`checkpoint` is the one that they are for, if it is there."""
     values = {key: value for key, value in document.values.items() if key not in OWN_KEYS}
-    args = args_of(replace(document, values=values), target, _role(document))
+    yield from _judged(args_of(replace(document, values=values), target, _role(document)), checkpoint)
+
+
+def _judged(args: Args, checkpoint: Path | None = None) -> Iterator[Finding]:
+    """By the rules that need the file alone, and by those that need a machine, where one is given."""
     yield from args_findings(args)
-    if target.config is not None:
+    if args.target.config is not None:
         from pipeline.lint.checkpoint import open_contents
         from pipeline.lint.planned import findings, formats_of
 
-        yield from findings(args, formats_of(open_contents(checkpoint)) if checkpoint.is_dir() else None)
+        yield from findings(args, formats_of(open_contents(checkpoint)) if checkpoint and checkpoint.is_dir() else None)
 
 
 def _checkpoint(file: Path) -> Path:
@@ -159,25 +162,15 @@ def _role(document: Document) -> str:
 
 
 def _servers(document: Document, target: Target) -> Iterator[Finding]:
-    from pipeline.lint.args import disaggregated
-    from pipeline.lint.base import apply
-
-    servers = disaggregated.servers_of(document, target)
+    servers = disaggregated.Servers(document, target)
     yield from apply(disaggregated.RULES, servers, document.file)
     yield from apply(disaggregated.PAIR_RULES, servers.sides, document.file)
     for args in servers.sides.values():
-        yield from args_findings(args)
-        if target.config is not None:
-            from pipeline.lint.planned import findings
-
-            yield from findings(args)
+        yield from _judged(args)
 
 
 def _instances(artefacts: list[Artefact], target: Target) -> Iterator[Finding]:
     """Files of LLM arguments for prompts and for tokens that lie apart, as a bundle has them, held against each other."""
-    from pipeline.lint.args import disaggregated
-    from pipeline.lint.base import apply
-
     sides = {}
     for artefact in artefacts:
         role = _role(artefact.document) if artefact.document and artefact.kind == "arguments" else "both"

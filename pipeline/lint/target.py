@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.core.errors import ConfigError
+from pipeline.engines.trtllm.versions import last_with_tensorrt, release_order
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
 __all__ = ["Target", "target_of"]
-
-LATEST_WITH_TENSORRT = (1, 3, 0, 20)
-"""Releases after 1.3.0rc20 have no TensorRT backend."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +31,16 @@ class Target:
     """Whether a workload was asked for; else `config` holds the default one, which is nobody's."""
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """1.3.0rc20 -> (1, 3, 0, 20); a release after its candidates; () where it is unknown."""
-        found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:rc(\d+))?", self.version or "")
-        if not found:
-            return ()
-        major, minor, patch, candidate = found.groups()
-        return (int(major), int(minor), *([int(patch), int(candidate) if candidate else 999] if patch else []))
-
-    @property
     def line(self) -> tuple[int, ...]:
         """(1, 2); () where it is unknown."""
-        return self.numbers[:2]
+        found = re.match(r"(\d+)\.(\d+)", self.version or "")
+        return (int(found[1]), int(found[2])) if found else ()
 
     @property
     def without_tensorrt(self) -> bool:
         """Whether this release has no TensorRT backend any more; False where it is unknown or a line that had both."""
-        return self.line > LATEST_WITH_TENSORRT[:2] or (len(self.numbers) == 4 and self.numbers > LATEST_WITH_TENSORRT)
+        version, last = self.version or "", release_order(last_with_tensorrt())
+        return self.line > last[:2] or (version.count(".") > 1 and release_order(version) > last)
 
     @property
     def sm(self) -> int | None:
@@ -87,7 +78,7 @@ def target_of(settings: Iterable[str], config_dir: Path | None = None) -> Target
 
 
 def _require_version(version: str | None) -> None:
-    if version is not None and not Target(version).numbers:
+    if version is not None and not Target(version).line:
         raise ConfigError(f"version={version} is no release of TensorRT-LLM: give a line or a release, such as 1.2 or 1.2.1.")
 
 

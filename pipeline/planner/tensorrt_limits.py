@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.config.schema import TensorrtEngineConfig
 from pipeline.core.errors import ConfigError
+from pipeline.engines.tensorrt.library import listed
 from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.engines.tensorrt.networks import layout_of, networks, refuse_impossible
 from pipeline.engines.tensorrt.targets import resolve, unsupported
@@ -117,7 +118,7 @@ def _decisions(case: Case) -> tuple[Decision, ...]:
     engine, (library, targets) = _engine(case), resolve(case.config)
     moe = networks(case.config, case.arch)[0].moe
     return (
-        Decision("library", library, f"it builds for {', '.join(f'SM{sm}' for sm in targets)}", "engine.tensorrt.library"),
+        Decision("library", library, f"it builds for {listed(targets)}", "engine.tensorrt.library"),
         Decision("moe", moe, "TensorRT's own layer is for SM100, SM103 and SM110, and BF16 experts", "engine.tensorrt.moe"),
         Decision("expanded_from", engine.expanded_from, "as configured", "engine.tensorrt.expanded_from"),
         Decision("max_batch_size", engine.max_batch_size, "as configured", "engine.tensorrt.max_batch_size"),

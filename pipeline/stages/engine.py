@@ -14,6 +14,20 @@ if TYPE_CHECKING:
 __all__ = ["STAGE", "run"]
 
 
+CODE = {
+    "tensorrt": ("pipeline/models/deepseek_v3.py", "plugins/topk_router/reference.py"),
+    "torch": ("plugins/topk_router/reference.py", "triton_repo/torch/1/runtime.py"),
+    "vllm": ("pipeline/engines/trtllm/build.py",),
+}
+"""What a kind of engine uses beside its own folder and what all of them use."""
+
+
+def code_of(config: Config) -> tuple[str, ...]:
+    """That of the chosen engine: an edit of one kind leaves engines of the others as they are."""
+    kind = config.engine.kind
+    return (f"pipeline/engines/{kind}", *CODE.get(kind, ()))
+
+
 def toolchain(config: Config) -> dict[str, str]:
     """That of the chosen engine."""
     return dict(_engine(config).toolchain(config))
@@ -40,10 +54,10 @@ STAGE = Stage(
     after=("verify",),
     config=("engine",),
     code=(
-        "pipeline/stages/engine.py", "pipeline/engines", "pipeline/checkpoint", "pipeline/formats", "pipeline/layouts",
-        "pipeline/models/arch.py",
-        "plugins/topk_router/reference.py", "triton_repo/torch/1/runtime.py",
+        "pipeline/stages/engine.py", "pipeline/engines/companions.py", "pipeline/checkpoint", "pipeline/formats",
+        "pipeline/layouts", "pipeline/models/arch.py",
     ),
+    code_of=code_of,
     toolchain=toolchain,
     requires=requires,
     determinism=determinism,

@@ -24,7 +24,9 @@ from pipeline.core.errors import ConfigError
 from plugins.nvrtc import aligned
 from plugins.quantize import op, reference
 
-__all__ = ["PRECISIONS", "Precision", "all_gather", "all_to_all", "gather_packed", "pack", "row_bytes", "unpack", "views"]
+__all__ = [
+    "PRECISIONS", "Precision", "all_gather", "all_to_all", "common_scale", "gather_packed", "pack", "row_bytes", "unpack", "views",
+]  # fmt: skip
 
 Precision = Literal["bf16", "fp8", "nvfp4"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8", "nvfp4")

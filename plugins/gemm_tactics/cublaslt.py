@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.core.errors import MissingToolError, StageError
+from plugins.nvrtc import wheels
 
 __all__ = ["Algorithm", "candidates", "product", "version"]
 
@@ -76,10 +75,7 @@ def product(x: Tensor, weight: Tensor, out: Tensor, algorithm: Algorithm) -> Non
 @functools.cache
 def _library() -> ctypes.CDLL:
     """That of torch's CUDA wheels, which torch has loaded already, else the system's."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = spec.submodule_search_locations or () if spec else ()
-    wheels = sorted(str(file) for root in roots for file in Path(root).glob("*/lib/libcublasLt.so.*"))
-    for name in (*wheels, "libcublasLt.so.13", "libcublasLt.so.12"):
+    for name in (*wheels("libcublasLt"), "libcublasLt.so.13", "libcublasLt.so.12"):
         try:
             return ctypes.CDLL(name)
         except OSError:

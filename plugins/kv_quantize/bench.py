@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from plugins.bench import Bench
+from plugins.bench import Bench, differing
 from plugins.kv_quantize import op, reference
 
 __all__ = ["rows"]
@@ -20,20 +20,16 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     for dtype in (torch.float8_e4m3fn, torch.int8):
         for tokens in TOKENS:
             x = torch.randn(tokens, DIM, device="cuda", dtype=torch.bfloat16)
-            codes, scales = reference.kv_quantize(x, CHUNK, QUANTILE, dtype)
-            out = torch.empty_like(codes).fill_(-1), torch.empty_like(scales).fill_(-1)
-
-            def error(out: Any = out, wanted: Any = (codes, scales)) -> float:
-                return sum(float((one.float() != other.float()).float().mean()) for one, other in zip(out, wanted, strict=True))
-
+            wanted = reference.kv_quantize(x, CHUNK, QUANTILE, dtype)
+            out = torch.empty_like(wanted[0]).fill_(-1), torch.empty_like(wanted[1]).fill_(-1)
             yield bench.row(
                 "kv_quantize",
                 {"tokens": tokens, "dtype": str(dtype).removeprefix("torch.")},
                 lambda overlap, x=x, out=out: op.launch(x, *out, CHUNK, QUANTILE, overlap),
-                error=error,
+                error=lambda out=out, wanted=wanted: differing(out, wanted),
                 eager=lambda x=x, dtype=dtype: reference.kv_quantize(x, CHUNK, QUANTILE, dtype),
                 peers={},
                 right=lambda _: True,
-                moved=x.numel() * 3 + scales.numel() * 4,
+                moved=x.numel() * 3 + wanted[1].numel() * 4,
                 cold=True,
             )

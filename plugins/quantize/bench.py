@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.bench import Bench, Call, relative
+from plugins.bench import Bench, Call, differing, relative
 from plugins.quantize import op, reference
 
 __all__ = ["rows"]
@@ -35,7 +35,7 @@ def _fp8(bench: Bench, x: Tensor) -> dict[str, Any]:
         "fp8_quantize",
         {"tokens": len(x)},
         lambda overlap: op.launch_fp8(x, *out, overlap),
-        error=lambda: _differing(out, (wanted, scales)),
+        error=lambda: differing(out, (wanted, scales)),
         eager=lambda: reference.fp8_quantize(x),
         compiled=lambda: compiled(x),
         peers=_fp8_peers(x),
@@ -71,7 +71,7 @@ def _nvfp4(bench: Bench, x: Tensor, tiled: bool) -> dict[str, Any]:
         "nvfp4_quantize",
         {"tokens": len(x), "scales": "tiled" if tiled else "rows"},
         lambda overlap: op.launch_nvfp4(x, input_scale, *out, tiled, overlap),
-        error=lambda: _differing(out, wanted),
+        error=lambda: differing(out, wanted),
         eager=lambda: reference.nvfp4_quantize(x, input_scale),
         peers={},
         right=lambda _: True,
@@ -97,7 +97,7 @@ def _back(bench: Bench, x: Tensor) -> Iterator[dict[str, Any]]:
             name,
             {"tokens": len(x)},
             lambda overlap, call=call, inputs=inputs: call(*inputs),
-            error=lambda call=call, inputs=inputs, wanted=wanted: _differing((call(*inputs),), (wanted,)),
+            error=lambda call=call, inputs=inputs, wanted=wanted: differing((call(*inputs),), (wanted,)),
             eager=lambda plain=plain, inputs=inputs: plain(*inputs),
             peers={},
             right=lambda _: True,
@@ -105,9 +105,3 @@ def _back(bench: Bench, x: Tensor) -> Iterator[dict[str, Any]]:
             cold=True,
             overlaps=False,
         )
-
-
-def _differing(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
-    """Share of elements that are not the reference's."""
-    pairs = zip(found, wanted, strict=True)
-    return sum(float((one.float() != other.float()).float().mean()) for one, other in pairs)

@@ -81,7 +81,7 @@ def tile_nvfp4_scales(scales: Tensor) -> Tensor:
     tiled, scales = _tiled(scales), _rows(scales, WORD)
     arguments = scales, tiled, len(scales), len(tiled), scales.stride(0) // WORD
     columns = tiled.shape[1] * NVFP4_GROUP
-    _launch("tile_scales", tiled.numel() // WORD * PIECE, *arguments, columns=columns, most=1)
+    _launch("tile_scales", tiled.numel() // WORD * PIECE, *arguments, columns=columns, several=False)
     return tiled
 
 
@@ -158,14 +158,14 @@ def _(scales: Tensor) -> Tensor:
     return reference.tile_scales(scales)
 
 
-def _launch(name: str, elements: int, *arguments: Tensor | int, columns: int, most: int = 4, overlap: bool = False) -> None:
-    """One piece a thread while the chip is not full, then several."""
+def _launch(name: str, elements: int, *arguments: Tensor | int, columns: int, several: bool = True, overlap: bool = False) -> None:
+    """One piece a thread while the chip is not full, then two, if the kernel takes `several`."""
     if not elements:
         return
     pieces = elements // PIECE
     tensor = next(value for value in arguments if isinstance(value, Tensor))
     with torch.cuda.device(tensor.device):
-        unroll = next((count for count in (2,) if pieces >= count * FULL and count <= most), 1)
+        unroll = 2 if several and pieces >= 2 * FULL else 1
         grid = (-(-pieces // (THREADS * unroll)), 1, 1)
         module = SOURCE.module(COLUMNS=columns, UNROLL=unroll, THREADS=THREADS)
         module.launch(name, grid, THREADS, *arguments, overlap=overlap)

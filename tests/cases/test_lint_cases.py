@@ -138,12 +138,17 @@ def judge(report: Report, rule: str, level: str, says: str) -> None:
     assert found[rule].level == level and re.search(says, found[rule].reason), found[rule].reason
 
 
+def linted_arguments(folder: Path, case: str) -> Report:
+    """What lint says of the arguments of one case."""
+    text, settings, *_ = ARGUMENTS[case]
+    file = folder / f"{case}.yaml"
+    file.write_text(f"{{{text}}}\n", encoding="utf-8")
+    return lint([file], target_of(settings.split()))
+
+
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments(case: str, tmp_path: Path) -> None:
-    text, settings, *verdict = ARGUMENTS[case]
-    file = tmp_path / "llm_args.yaml"
-    file.write_text(f"{{{text}}}\n", encoding="utf-8")
-    judge(lint([file], target_of(settings.split())), *verdict)
+    judge(linted_arguments(tmp_path, case), *ARGUMENTS[case][2:])
 
 
 @pytest.mark.parametrize("case", RULES)

@@ -180,6 +180,7 @@ def test_what_the_pipeline_writes_is_recognised(tmp_path: Path) -> None:
 
 def test_vllm_s_arguments_can_be_named_by_themselves(tmp_path: Path) -> None:
     args = {"tensor_parallel_size": 8, "gpu_memory_utilization": 1.5, "max_model_len": 4096, "max_num_seqs": 8, "model": "m"}
+    args |= {"enable_lora": True}
     (tmp_path / "engine_args.json").write_text(json.dumps(args, indent=1))
     (finding,) = lint([tmp_path / "engine_args.json"], Target()).findings
     assert (finding.rule, finding.place.line) == ("vllm/memory-share", 3)

@@ -13,8 +13,8 @@ from pipeline.engines.trtllm.dialects import dialect, dialects
 from pipeline.engines.trtllm.fields import Field, field_of
 from pipeline.engines.trtllm.migrate import migrate
 from pipeline.engines.trtllm.versions import known_lines, release_order, version_line
+from tests._utils.trtllm import RECIPES
 
-RECIPES = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((files("tests") / "data" / "recipes").glob("*.yaml"))}
 PUBLISHED = yaml.safe_load((files("tests") / "data" / "published_arguments.yaml").read_text())
 LINES = [version_line(name) for name in known_lines()]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.resources import files
 
 import pytest
 import yaml
@@ -14,8 +13,8 @@ from pipeline.engines.trtllm.dialects import dialect_of
 from pipeline.engines.trtllm.llm_args import to_yaml
 from pipeline.engines.trtllm.migrate import Migration, migrate
 from pipeline.engines.trtllm.versions import known_lines, version_line
+from tests._utils.trtllm import RECIPES
 
-RECIPES = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((files("tests") / "data" / "recipes").glob("*.yaml"))}
 OLD = {
     "pytorch_backend_config": {
         "use_cuda_graph": True, "cuda_graph_padding_enabled": True, "cuda_graph_batch_sizes": [1, 2, 4],

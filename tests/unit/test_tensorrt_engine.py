@@ -48,7 +48,9 @@ needs_rtx = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One dense and one MoE layer, and the MTP layer, of tiny_r1's widths."""
-    return random_checkpoint.write(tmp_path_factory.mktemp("two_layers"), {"num_hidden_layers": 2})
+    folder = random_checkpoint.write(tmp_path_factory.mktemp("two_layers"), {"num_hidden_layers": 2})
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
 
 
 def build(out: Path, checkpoint: Path, *words: str) -> tuple[dict[str, Any], list[str]]:
@@ -174,6 +176,7 @@ def test_a_build_ends_with_engines_and_the_agreement_table(built) -> None:
     assert len(rows) == 6
     assert all(row["mean_kl"] < 1e-9 and row["top1"] == 1 for (_, kind), row in rows.items() if kind == "float32")
     assert all(row["mean_kl"] < 0.05 for row in rows.values())
+    assert (built / "chat_template.jinja").read_text() == "{{ messages }}"
     assert (built / "tokenizer.json").is_file() and not list(built.glob(".build-*"))
 
 

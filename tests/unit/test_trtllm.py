@@ -23,14 +23,9 @@ from pipeline.planner.plan import make_plan
 from pipeline.triton import pbtxt
 from pipeline.triton.check import check_repository
 from pipeline.triton.layouts.llmapi import layout
+from tests._utils.trtllm import Notes
 
 R1_B200 = ("+hw=b200", "model=deepseek_r1")
-
-
-class Notes(list):
-    """A `Progress`."""
-
-    start = advance = note = list.append
 
 
 def config_of(*overrides: str) -> Config:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import types
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,10 @@ from pipeline.planner.deploy import instance_row
 from pipeline.planner.llm_args_file import read_llm_args
 from pipeline.planner.plan import Plan, make_plan
 from pipeline.planner.setup import Layout, Setup
+from tests._utils.trtllm import RECIPES, Notes
 
 R1_B200 = ("+hw=b200", "model=deepseek_r1")
 APART = (*R1_B200, "engine.trtllm.serving=disaggregated", "hw.num_nodes=2")
-RECIPES = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((files("tests") / "data" / "recipes").glob("*.yaml"))}
-
-
-class Notes(list):
-    """A `Progress`."""
-
-    start = advance = note = list.append
 
 
 @cache

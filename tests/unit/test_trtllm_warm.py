@@ -23,17 +23,12 @@ from pipeline.launch.render import write
 from pipeline.launch.script import fill
 from pipeline.planner.plan import make_plan
 from scripts.lint_rendered import lint_text
+from tests._utils.trtllm import Notes
 
 ARGS = {
     "tensor_parallel_size": 2, "pipeline_parallel_size": 1, "cuda_graph_config": {"max_batch_size": 8},
     "cache_transceiver_config": {"backend": "UCX"},
 }  # fmt: skip
-
-
-class Notes(list):
-    """A `Progress`."""
-
-    start = advance = note = list.append
 
 
 @pytest.fixture

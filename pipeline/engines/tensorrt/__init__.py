@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.core.errors import MissingToolError
 from pipeline.core.gpu import compute_capabilities
-from pipeline.engines.tensorrt.library import INSTALL, installed_version
+from pipeline.engines.tensorrt.library import INSTALL, installed_version, listed
 from pipeline.engines.tensorrt.process import fixed_addresses
 from pipeline.engines.tensorrt.targets import resolve
 
@@ -33,12 +33,12 @@ def requires(config: Config) -> None:
         MissingToolError: with what is missing.
     """
     library, targets = resolve(config)
-    names = ", ".join(f"SM{sm}" for sm in targets)
+    names = listed(targets)
     if installed_version(library) is None:
         raise MissingToolError(f"An engine for {names} is built by {library}, which is not installed here: {INSTALL[library]}.")
     found = [10 * major + minor for major, minor in compute_capabilities()]
     if library == "tensorrt" and targets[0] not in found:
-        here = ", ".join(f"SM{sm}" for sm in found) or "no GPU"
+        here = listed(found) or "no GPU"
         raise MissingToolError(
             f"tensorrt builds on the GPU that the engine is for: {names} is wanted and {here} is here. Run this build on such a "
             "machine; plan, convert and verify run anywhere."

@@ -7,7 +7,6 @@ where weights are inputs; `engine.json` with all that a runtime has to bind; the
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint import Checkpoint
 from pipeline.core.errors import ConfigError, StageError
-from pipeline.core.jsonio import read_json, write_json
+from pipeline.core.jsonio import write_json
 from pipeline.core.stage import StageContext
+from pipeline.engines.companions import copy_companions, eos_token_ids
 from pipeline.engines.tensorrt.library import installed_version
 from pipeline.engines.tensorrt.network.linear import BUILT_AS
 from pipeline.engines.tensorrt.network.spec import Spec
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["build"]
 
-COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 MOST_COMPARED = 2e8
 """Parameters of the largest model that is compared: the interpreter and the reference keep it in float32."""
 
@@ -48,9 +47,7 @@ def build(ctx: StageContext) -> None:
         engines = work.engines(compared["fingerprints"])
         weights = work.weights() if work.settings.weights == "inputs" else {}
     write_json(ctx.out / "engine.json", _describe(work, engines, weights, compared))
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, ctx.out / name)
+    copy_companions(source, ctx.out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,14 +159,7 @@ def _describe(work: _Work, engines: dict[str, Any], weights: dict[str, Any], com
         "max_batch_size": settings.max_batch_size, "max_seq_len": settings.max_seq_len, "prefill_batch": settings.prefill_batch,
         "prefill_chunk": min(settings.prefill_chunk, settings.max_seq_len), "num_layers": arch.num_hidden_layers,
         "latent_dim": arch.latent_dim, "vocab_size": arch.vocab_size, "mtp": spec.mtp, "bos_token_id": arch.bos_token_id,
-        "eos_token_ids": _eos(arch.eos_token_id, work.ctx.inputs["convert"]), "engines": engines,
+        "eos_token_ids": eos_token_ids(arch, work.ctx.inputs["convert"]), "engines": engines,
         "agreement": compared["agreement"], "not_compared": compared.get("not_compared"),
         "not_run": f"built for {', '.join(targets)} and interpreted in numpy; no engine was run on a GPU.",
     }  # fmt: skip
-
-
-def _eos(found: int | list[int] | None, source: Path) -> list[int]:
-    """Those of generation_config.json, else those of config.json."""
-    file = source / "generation_config.json"
-    found = (read_json(file).get("eos_token_id") if file.is_file() else None) or found
-    return [found] if isinstance(found, int) else list(found or [])

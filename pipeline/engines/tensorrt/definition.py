@@ -154,11 +154,16 @@ class Definition:
 
     # Inputs, constants, outputs
 
+    def _bound(self, name: str) -> str:
+        """The input's or output's own name, which `binds` leads back to the one in the whole model."""
+        local = self._local(name)
+        if local != name:
+            self.binds[local] = name
+        return local
+
     def input(self, name: str, dtype: Any, shape: Sequence[int], *, range: Sequence[Sequence[int]] | None = None) -> Tensor:
         """An input; -1 marks dimensions that `range` (least, usual, largest shape) bounds."""
-        name, whole = self._local(name), name
-        if name != whole:
-            self.binds[name] = whole
+        name = self._bound(name)
         tensor = self.definition.add_input(name, dtype, self.trt.Dims(list(shape)))
         if tensor is None or self.first_error():
             raise self.fail(f"the input {name}")
@@ -203,9 +208,7 @@ class Definition:
 
     def output(self, tensor: Tensor, name: str) -> None:
         """Mark `tensor` as an output called `name`."""
-        name, whole = self._local(name), name
-        if name != whole:
-            self.binds[name] = whole
+        name = self._bound(name)
         tensor.name = name
         self.definition.mark_output(tensor)
         if self.first_error() or tensor.name != name:

@@ -6,6 +6,7 @@ a list of targets without any GPU, and has neither. What differs is asked here a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from typing import Any
 
 from pipeline.core.errors import ConfigError, MissingToolError
 
-__all__ = ["INSTALL", "LIBRARIES", "installed_version", "library_for", "load", "process_logger"]
+__all__ = ["INSTALL", "LIBRARIES", "installed_version", "library_for", "listed", "load", "process_logger"]
 
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "tensorrt": ("tensorrt",),
@@ -47,12 +48,13 @@ def library_for(sm: int, wanted: str = "auto") -> str:
         raise ConfigError(f"engine.tensorrt.library={wanted} does not build for SM{sm}; {others}.")
     if not able:
         raise ConfigError(
-            f"No TensorRT library builds for SM{sm}: tensorrt_rtx has {_listed(RTX_TARGETS)}, tensorrt {_listed(TENSORRT_TARGETS)}."
+            f"No TensorRT library builds for SM{sm}: tensorrt_rtx has {listed(RTX_TARGETS)}, tensorrt {listed(TENSORRT_TARGETS)}."
         )
     return able[0] if wanted == "auto" else wanted
 
 
-def _listed(targets: tuple[int, ...]) -> str:
+def listed(targets: Iterable[int]) -> str:
+    """SM90, SM120"""
     return ", ".join(f"SM{target}" for target in targets)
 
 

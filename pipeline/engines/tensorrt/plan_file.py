@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.core.errors import StageError
+from pipeline.engines.tensorrt.library import listed
 
 __all__ = ["Header", "check_header", "kernels", "read_header"]
 
@@ -53,9 +54,9 @@ def check_header(file: Path, targets: Sequence[int]) -> None:
     """The engine must be for the targets that were asked for: with default ones header and kernels may disagree."""
     found = read_header(file).targets
     if sorted(found) != sorted(targets):
-        asked = ", ".join(f"SM{sm}" for sm in targets)
-        built = ", ".join(f"SM{sm}" for sm in found)
-        raise StageError(f"{file.name} was asked for {asked}, but is for {built}: report it with the library's version.")
+        raise StageError(
+            f"{file.name} was asked for {listed(targets)}, but is for {listed(found)}: report it with the library's version."
+        )
 
 
 def kernels(file: Path) -> dict[str, int]:

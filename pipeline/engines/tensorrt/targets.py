@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pipeline.core.errors import ConfigError
-from pipeline.engines.tensorrt.library import RTX_TARGETS, library_for
+from pipeline.engines.tensorrt.library import RTX_TARGETS, library_for, listed
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -87,7 +87,7 @@ def moe_lowering(wanted: str, library: str, targets: Iterable[int], expert_forma
     if wanted == "layer" and not able:
         raise ConfigError(
             f"engine.tensorrt.moe=layer builds with tensorrt for SM100, SM103 and SM110, not with {library} for "
-            f"{', '.join(f'SM{sm}' for sm in targets)}: set engine.tensorrt.moe=dense or dispatch."
+            f"{listed(targets)}: set engine.tensorrt.moe=dense or dispatch."
         )
     if wanted == "layer" and expert_format != "bf16":
         raise ConfigError(

@@ -25,7 +25,7 @@ from pipeline.engines.tensorrt.network.decoder import define
 from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.engines.tensorrt.weights import Weights
 
-__all__ = ["main", "network"]
+__all__ = ["main", "network", "peak_bytes"]
 
 WEIGHTS = "weights.safetensors"
 """What `weights` leaves there; `build` leaves NAME.engine and NAME.layers.txt. The caller puts it all in place."""

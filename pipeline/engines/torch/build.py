@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,9 +20,10 @@ import torch
 
 from pipeline.checkpoint import dequantized
 from pipeline.core.errors import ConfigError, MissingToolError, StageError
-from pipeline.core.jsonio import read_json, write_json
+from pipeline.core.jsonio import write_json
 from pipeline.core.process import die_with_parent
 from pipeline.core.stage import StageContext
+from pipeline.engines.companions import copy_companions, eos_token_ids
 from pipeline.engines.torch.export import write_compiler_wrapper
 from pipeline.engines.torch.graph import FORMS, Decoder
 from pipeline.engines.torch.toolchain import INSTALL_CXX, cpu_features, cxx, resolve_compiler
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "describe"]
 
-COMPANIONS = ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
@@ -60,9 +59,7 @@ def build(ctx: StageContext) -> None:
     ctx.progress.note(f"compiling {' and '.join(info['forms'])} with {info['compiler']}")
     compile_forms(ctx.out, info)
     ctx.progress.note(check(ctx.out))
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, ctx.out / name)
+    copy_companions(source, ctx.out)
 
 
 def describe(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str, Any]:
@@ -94,13 +91,6 @@ def describe(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str,
         "vocab_size": arch.vocab_size,
         "weights": weight_table(arch, settings),
     }
-
-
-def eos_token_ids(arch: Arch, source: Path) -> list[int]:
-    """Those of generation_config.json, else those of config.json."""
-    file = source / "generation_config.json"
-    found = (read_json(file).get("eos_token_id") if file.is_file() else None) or arch.eos_token_id
-    return [found] if isinstance(found, int) else list(found or [])
 
 
 def weight_table(arch: Arch, settings: TorchEngineConfig) -> dict[str, list[Any]]:

@@ -59,7 +59,7 @@ def _table(args: Args, fields: Mapping[str, Field], prefix: str, line: VersionLi
             yield from _section(value, field, path, line)
         elif refused := field.refusal(value):
             yield _refused(path, value, refused, field, line)
-        elif (old := _effective(path, kind, line)) and old.rpartition(".")[2] not in args:
+        elif (old := earlier_name(path, line, kind)) and old.rpartition(".")[2] not in args:
             why = line.ignored[f"{path}@{kind}"]
             yield Problem(path, value, "renamed", f"{path} is called {old} on {line.line}: {why}", old)
 
@@ -67,11 +67,10 @@ def _table(args: Args, fields: Mapping[str, Field], prefix: str, line: VersionLi
 def _section(value: Args, field: Field, path: str, line: VersionLine) -> Iterator[Problem]:
     assert field.section is not None
     union = line.unions.get(field.section)
-    kind = str(value.get(union.by, union.default)) if union else ""
     if union and value.get(union.by, union.default) is None:
         message = f"{path} does not say its {union.by}"
         yield Problem(f"{path}.{union.by}", None, "value", message, f"one of {', '.join(union.kinds)}")
-    yield from _table(value, line.section(field.section, value), f"{path}.", line, kind)
+    yield from _table(value, line.section(field.section, value), f"{path}.", line, line.kind(field.section, value))
 
 
 def _refused(path: str, value: Any, kind: str, field: Field, line: VersionLine) -> Problem:
@@ -106,14 +105,9 @@ def earlier_value(path: str, value: Any, line: VersionLine) -> str:
     return next((old for table in renamed for old, new in table.items() if new == value and old in words), "")
 
 
-def _effective(path: str, kind: str, line: VersionLine) -> str | None:
-    """What counts instead of a path that has no effect in a table of this kind, and is the later name of something."""
-    return earlier_name(path, line, kind)
-
-
 def _overruled(path: str, kind: str, args: Args, line: VersionLine) -> str | None:
     """Why a path has no effect in a table of this kind; None where it has, or where `problems` says so."""
-    old = _effective(path, kind, line)
+    old = earlier_name(path, line, kind)
     return line.ignored.get(f"{path}@{kind}") if old is None or old.rpartition(".")[2] in args else None
 
 
@@ -210,9 +204,7 @@ def _noted(args: Args, fields: Mapping[str, Field], prefix: str, line: VersionLi
         elif field and field.status == "deprecated":
             yield Problem(path, value, "removed", f"{path} is deprecated on {line.line}", "leave it out")
         if field and field.section and isinstance(value, Mapping):
-            union = line.unions.get(field.section)
-            inner = str(value.get(union.by, union.default)) if union else ""
-            yield from _noted(value, line.section(field.section, value), f"{path}.", line, inner)
+            yield from _noted(value, line.section(field.section, value), f"{path}.", line, line.kind(field.section, value))
 
 
 def _since(path: str) -> str:

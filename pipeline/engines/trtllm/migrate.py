@@ -58,7 +58,7 @@ def migrate(args: Args, line: VersionLine, source: str | None = None) -> Migrati
     foreign = dialect_of(args) if source is None else None if source == "trtllm" else source
     done = Migration(dialect(foreign).title if foreign else _own_source(args, line), line.line)
     moves = [move for path, value in _leaves(args, line) for move in _moves(done, path, value, args, foreign, line)]
-    kinds = {move.to: str(move.new) for move in moves}
+    kinds = {move.to: str(move.new_value) for move in moves}
     for move in sorted(moves, key=lambda move: move.to.count(".")):  # a table that is null before what is in it
         _place(done, move, kinds, line)
     while refused := problems(done.args, line):
@@ -113,19 +113,8 @@ def _own_source(args: Args, wanted: VersionLine) -> str:
     return dialect(spoken[0]).title if spoken else f"TensorRT-LLM {line.line}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """One argument on its way: as it was, and in the newest line's names."""
-
-    path: str
-    value: Any
-    to: str
-    new: Any
-    note: str
-
-
-def _moves(done: Migration, path: str, value: Any, args: Args, foreign: str | None, line: VersionLine) -> Iterator[_Move]:
-    """None for what has no equivalent, which is noted in `done`."""
+def _moves(done: Migration, path: str, value: Any, args: Args, foreign: str | None, line: VersionLine) -> Iterator[Change]:
+    """One argument in the newest line's names; nothing for what has no equivalent, which is noted in `done`."""
     meant = _meaning(path, foreign, line)
     if meant is None or meant.to is None:
         done.lost.append(_unknown(path, value, meant, line))
@@ -133,22 +122,22 @@ def _moves(done: Migration, path: str, value: Any, args: Args, foreign: str | No
     try:
         for spelling in (meant, meant.also):
             if spelling and spelling.to:
-                yield _Move(path, value, spelling.to, spelling.value(value, args), spelling.note)
+                yield Change(path, value, spelling.to, spelling.value(value, args), spelling.note)
     except LookupError:
         done.lost.append(Problem(path, value, "value", f"{path}={shown(value)} has no equivalent"))
 
 
-def _place(done: Migration, move: _Move, kinds: Mapping[str, str], line: VersionLine) -> None:
+def _place(done: Migration, move: Change, kinds: Mapping[str, str], line: VersionLine) -> None:
     """Put one argument where `line` has it."""
     to = earlier_name(move.to, line, _kind(move.to, kinds, line)) or move.to
-    new = later_value(to, move.new, line) or earlier_value(to, move.new, line) or move.new
+    new = later_value(to, move.new_value, line) or earlier_value(to, move.new_value, line) or move.new_value
     if to not in line.known and not _inside(to, line):
         done.lost.append(_unknown(move.path, move.value, None, line))
     elif not _set(done.args, to, new):
         message = f"{move.path} is left out, because {to} is set otherwise"
         done.lost.append(Problem(move.path, move.value, "removed", message))
     elif (move.path, move.value) != (to, new):
-        done.changes.append(Change(move.path, move.value, to, new, move.note))
+        done.changes.append(replace(move, to=to, new_value=new))
 
 
 def _kind(path: str, kinds: Mapping[str, str], line: VersionLine) -> str:

@@ -22,6 +22,7 @@ import yaml
 from pipeline.core.errors import MissingToolError, StageError
 from pipeline.core.process import die_with_parent
 from pipeline.core.stage import Progress
+from pipeline.engines.trtllm.roles import arguments_file
 
 __all__ = ["MILESTONES", "cache_variables", "main", "warm"]
 
@@ -50,8 +51,8 @@ def warm(out: Path, arguments: Mapping[str, Mapping[str, Any]], variables: list[
         folder = out / "cache" / role
         folder.mkdir(parents=True)
         env = {**os.environ, **{row["name"]: row["value"] for row in variables}, **cache_variables(folder)}
-        file = out / ("llm_args.yaml" if role == "aggregated" else f"instances/{role}/llm_args.yaml")
-        command = [sys.executable, "-m", "pipeline.engines.trtllm.warm", str(out / "checkpoint"), str(file)]
+        file = str(out / arguments_file(role))
+        command = [sys.executable, "-m", "pipeline.engines.trtllm.warm", str(out / "checkpoint"), file]
         _follow(role, command, env, progress)
         kept += sorted(path.relative_to(out).as_posix() for path in folder.rglob("*") if path.is_file())
     return kept

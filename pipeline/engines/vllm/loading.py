@@ -32,16 +32,21 @@ def loader_of(layout: str, formats: Iterable[str]) -> str | None:
 def refusal(layout: str, formats: Iterable[str]) -> str | None:
     """Why vLLM cannot load a checkpoint of these weight formats, with the way out; None if it can."""
     quantised = sorted(set(formats) - {"bf16"})
-    wrong = [name for name in quantised if (layout, name) not in LOADERS]
-    if not wrong and (layout == "compressed_tensors" or len(quantised) <= 1):
+    if _takes(layout, quantised):
         return None
+    wrong = [name for name in quantised if (layout, name) not in LOADERS]
     reason = next((REASONS[layout, name] for name in wrong if (layout, name) in REASONS), "")
     if not wrong:
         reason = "vLLM's loader of that layout takes one format for all weights"
-    able = [other for other in ("compressed_tensors", "modelopt") if all((other, name) in LOADERS for name in quantised)]
-    able = [other for other in able if other != layout and (other == "compressed_tensors" or len(quantised) <= 1)]
+    able = [other for other in ("compressed_tensors", "modelopt") if other != layout and _takes(other, quantised)]
     way_out = f"set quant.layout={able[0]}" if able else "choose quant=nvfp4 or quant=fp8_block"
     return (
         f"vLLM has no loader for {' with '.join(wrong or quantised)} in quant.layout={layout}"
         f"{f' ({reason})' if reason else ''}: {way_out}."
     )
+
+
+def _takes(layout: str, quantised: list[str]) -> bool:
+    """Whether there is a loader for all of these formats; only that of compressed tensors takes more than one."""
+    known = all((layout, name) in LOADERS for name in quantised)
+    return known and (layout == "compressed_tensors" or len(quantised) <= 1)

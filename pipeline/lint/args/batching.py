@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.lint.args.subject import Args
+from pipeline.lint.args.subject import LLM_ARGS, Args
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Rule
+from pipeline.planner.rules.base import ISSUE, PULL
 
 __all__ = ["RULES"]
 
-LLM_ARGS = "TensorRT-LLM tensorrt_llm/llmapi/llm_args.py"
-ISSUE, PULL = "NVIDIA/TensorRT-LLM issue", "NVIDIA/TensorRT-LLM pull request"
 SIZES, LARGEST = "cuda_graph_config.batch_sizes", "cuda_graph_config.max_batch_size"
 PIECEWISE = "torch_compile_config.enable_piecewise_cuda_graph"
 MANY_GRAPHS = 64

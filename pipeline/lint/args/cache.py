@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.lint.args.subject import Args
+from pipeline.lint.args.subject import LLM_ARGS, Args
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Rule
+from pipeline.planner.rules.base import ISSUE, PULL
 
 __all__ = ["RULES"]
 
-LLM_ARGS = "TensorRT-LLM tensorrt_llm/llmapi/llm_args.py"
 CREATOR = "TensorRT-LLM py_executor_creator.py"
-ISSUE, PULL = "NVIDIA/TensorRT-LLM issue", "NVIDIA/TensorRT-LLM pull request"
 KV, TRANSFER = "kv_cache_config", "cache_transceiver_config"
 FRACTION = f"{KV}.free_gpu_memory_fraction"
 TIGHT = 0.97
@@ -87,7 +86,7 @@ def _backend(args: Args) -> str:
 
 
 def _nixl(args: Args) -> Iterator[Fault]:
-    if _backend(args) in ("NIXL",) and args.numbers < (1, 2):
+    if _backend(args) == "NIXL" and args.numbers < (1, 2):
         reason = f"NIXL 0.6 and later does not load in containers of TensorRT-LLM {args.line.line} (undefined symbol nixlDescList)"
         yield Fault(args.at(f"{TRANSFER}.backend"), reason)
 

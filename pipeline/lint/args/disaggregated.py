@@ -13,7 +13,7 @@ from pipeline.lint.base import ERROR, WARNING, Fault, Rule
 from pipeline.lint.document import Document
 from pipeline.lint.target import Target
 
-__all__ = ["PAIR_RULES", "RULES", "SECTIONS", "Servers", "Sides", "servers_of"]
+__all__ = ["PAIR_RULES", "RULES", "SECTIONS", "Servers", "Sides"]
 
 SECTIONS = {"context_servers": "prefill", "generation_servers": "decode"}
 OF_SERVERS = ("num_instances", "urls", "router")
@@ -62,11 +62,6 @@ class Servers:
                 lines = {key: line for key, line in self.document.lines.items() if key.partition(".")[0] in self.inherited}
                 found[name] = args_of(replace(part, lines=lines | part.lines), self.target, SECTIONS[name], self.inherited)
         return found
-
-
-def servers_of(document: Document, target: Target) -> Servers:
-    """The file of `document`."""
-    return Servers(document, target)
 
 
 def _without(document: Document, keys: tuple[str, ...]) -> Document:

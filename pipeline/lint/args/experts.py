@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.core.errors import ConfigError
-from pipeline.lint.args.subject import Args
+from pipeline.lint.args.subject import LLM_ARGS, Args
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Rule
 from pipeline.lint.document import read_document
 from pipeline.planner.rules.moe import LOAD_BALANCED
 
 __all__ = ["RULES"]
 
-LLM_ARGS = "TensorRT-LLM tensorrt_llm/llmapi/llm_args.py"
 BACKEND, BALANCER = "moe_config.backend", "moe_config.load_balancer"
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pipeline.engines.trtllm.arguments import notes, problems
-from pipeline.engines.trtllm.versions import known_lines
-from pipeline.lint.args.subject import Args
+from pipeline.engines.trtllm.arguments import notes
+from pipeline.engines.trtllm.versions import known_lines, release_order
+from pipeline.lint.args.subject import LLM_ARGS, Args
 from pipeline.lint.base import ERROR, NOTE, Fault, Rule
+from pipeline.planner.rules.base import ISSUE
+from pipeline.planner.rules.engine import BROKEN_RELEASES
 
 __all__ = ["RULES"]
 
-LLM_ARGS = "TensorRT-LLM tensorrt_llm/llmapi/llm_args.py"
 FIXES = {"unknown": "remove it", "type": "correct the value", "value": "correct the value", "removed": "remove it"}
-BROKEN = "1.3.0rc20"
 SUCCESSORS = {
     "torch_compile_config.enable_piecewise_cuda_graph": "prefill_cuda_graph_backend: piecewise",
     "torch_compile_config.capture_num_tokens": "prefill_capture_num_tokens",
@@ -24,7 +24,7 @@ SUCCESSORS = {
 
 def _refused(kind: str) -> Callable[[Args], Iterator[Fault]]:
     def check(args: Args) -> Iterator[Fault]:
-        for problem in problems(args.document.values, args.line):
+        for problem in args.refused:
             if problem.kind == kind:
                 new = SUCCESSORS.get(problem.path, problem.fix)
                 fix = f"write {new}" if kind == "renamed" else problem.fix or FIXES[kind]
@@ -46,7 +46,7 @@ def _twice(args: Args) -> Iterator[Fault]:
 
 def _old_release(args: Args) -> Iterator[Fault]:
     version, oldest = args.target.version, known_lines()[0]
-    if version and args.target.line < tuple(int(part) for part in oldest.split(".")):
+    if version and args.target.line < release_order(oldest)[:2]:
         reason = (
             f"TensorRT-LLM {version} is before {oldest}: it has other names, garbled text on H20, spoilt answers with chunked "
             "prefill, and no FP4 on SM120"
@@ -55,12 +55,12 @@ def _old_release(args: Args) -> Iterator[Fault]:
 
 
 def _broken_release(args: Args) -> Iterator[Fault]:
-    if args.target.version == BROKEN and args.deepseek:
-        reason = f"TensorRT-LLM {BROKEN} crashes with an illegal memory access, or hangs in the warm-up, with DeepSeek-V3"
+    version = args.target.version
+    if version in BROKEN_RELEASES and args.deepseek:
+        reason = f"TensorRT-LLM {version} crashes with an illegal memory access, or hangs in the warm-up, with DeepSeek-V3"
         yield Fault(args.document.at(""), reason)
 
 
-ISSUE = "NVIDIA/TensorRT-LLM issue"
 RULES: tuple[Rule[Args], ...] = (
     Rule("args/unknown", ERROR, _refused("unknown"), "remove it", f'{LLM_ARGS}: extra="forbid"'),
     Rule("args/renamed", ERROR, _refused("renamed"), "write its name on this line", f"{LLM_ARGS}; `migrate` does it"),

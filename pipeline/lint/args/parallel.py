@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.lint.args.subject import Args
+from pipeline.lint.args.subject import LLM_ARGS, Args
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Rule
 
 __all__ = ["RULES"]
 
 MAPPING = "TensorRT-LLM tensorrt_llm/mapping.py"
-LLM_ARGS = "TensorRT-LLM tensorrt_llm/llmapi/llm_args.py"
 EP, MOE_TP, CLUSTER = "moe_expert_parallel_size", "moe_tensor_parallel_size", "moe_cluster_parallel_size"
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pipeline.lint.args.subject import Args
+from pipeline.engines.trtllm.versions import last_with_tensorrt
+from pipeline.lint.args.subject import LLM_ARGS, Args
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Rule
+from pipeline.planner.rules.base import ISSUE
 
 __all__ = ["RULES"]
 
-LLM_ARGS = "TensorRT-LLM tensorrt_llm/llmapi/llm_args.py"
 REMOVAL = "TensorRT-LLM docs/source/legacy/tensorrt-backend-removal.md; release notes of 1.3.0rc20"
-ISSUE = "NVIDIA/TensorRT-LLM issue"
 
 
 def _tensorrt(args: Args) -> Iterator[Fault]:
@@ -22,7 +22,7 @@ def _tensorrt(args: Args) -> Iterator[Fault]:
         if not gone and not args.deepseek:
             return
         reason = (
-            "backend tensorrt is gone: 1.3.0rc20 was the last release with it"
+            f"backend tensorrt is gone: {last_with_tensorrt()} was the last release with it"
             if gone
             else "backend tensorrt has no way from a MoE checkpoint of DeepSeek's kind to an engine (no convert_checkpoint.py)"
         )

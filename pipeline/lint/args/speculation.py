@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.lint.args.subject import Args
+from pipeline.lint.args.subject import LLM_ARGS, Args
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Rule
 
 __all__ = ["RULES"]
 
-LLM_ARGS = "TensorRT-LLM tensorrt_llm/llmapi/llm_args.py"
 README = "TensorRT-LLM examples/models/core/deepseek_v3/README.md"
 SPEC = "speculative_config"
 RELAXED = f"{SPEC}.use_relaxed_acceptance_for_thinking"

@@ -8,14 +8,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from pipeline.engines.trtllm.arguments import problems
+from pipeline.engines.trtllm.arguments import Problem, problems
 from pipeline.engines.trtllm.migrate import Migration, migrate
-from pipeline.engines.trtllm.versions import VersionLine, known_lines, version_line
+from pipeline.engines.trtllm.versions import VersionLine, known_lines, release_order, version_line
 from pipeline.lint.base import Place
-from pipeline.lint.document import Document
+from pipeline.lint.document import Document, value_at
 from pipeline.lint.target import Target
 
-__all__ = ["Args", "args_of", "line_of"]
+__all__ = ["LLM_ARGS", "Args", "args_of", "line_of"]
+
+LLM_ARGS = "TensorRT-LLM tensorrt_llm/llmapi/llm_args.py"
+"""Where most rules are known from."""
 
 DEEPSEEK = re.compile(r"deepseek|kimi|\br1\b|\bv3\b|checkpoint|^[./]", re.IGNORECASE)
 """Names of such models, and folders, which may hold one."""
@@ -43,6 +46,11 @@ class Args:
     def _migrated(self) -> Migration:
         return migrate({**self.inherited, **self.document.values}, self.line)
 
+    @cached_property
+    def refused(self) -> list[Problem]:
+        """What the line refuses of the file."""
+        return problems(self.document.values, self.line)
+
     @property
     def values(self) -> Mapping[str, Any]:
         """In the line's names; what it would refuse is left out."""
@@ -54,9 +62,7 @@ class Args:
 
     def get(self, path: str) -> Any:
         """The value at a dotted path, or the line's default; None where the line does not have it."""
-        value: Any = self.values
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value = value_at(self.values, path)
         if value is None and not self.given(path):
             known = self.line.known.get(path)
             return known.default if known else None
@@ -64,12 +70,9 @@ class Args:
 
     def given(self, path: str) -> bool:
         """Whether the file says it."""
-        value: Any = self.values
-        for part in path.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return False
-            value = value[part]
-        return True
+        head, _, key = path.rpartition(".")
+        table = value_at(self.values, head) if head else self.values
+        return isinstance(table, Mapping) and key in table
 
     def count(self, path: str, absent: int = 1) -> int:
         """A whole number; `absent` where none is given."""
@@ -142,10 +145,9 @@ class Args:
         return not named or not re.search(r"[A-Za-z]{3}", named) or bool(DEEPSEEK.search(named))
 
     @property
-    def numbers(self) -> tuple[int, int]:
-        """The line as numbers, to compare."""
-        major, minor = self.line.line.split(".")[:2]
-        return int(major), int(minor)
+    def numbers(self) -> tuple[int, ...]:
+        """The line as numbers, to compare: (1, 2)."""
+        return release_order(self.line.line)[:2]
 
 
 def args_of(document: Document, target: Target, role: str = "both", inherited: Mapping[str, Any] | None = None) -> Args:
@@ -159,9 +161,5 @@ def line_of(args: Mapping[str, Any], target: Target) -> VersionLine:
     lines = [version_line(name) for name in known_lines()]
     if not target.line:
         return min(reversed(lines), key=lambda line: len(problems(args, line)))
-    older = [line for line in lines if _numbers(line) <= target.line]
+    older = [line for line in lines if release_order(line.line)[:2] <= target.line]
     return older[-1] if older else lines[0]
-
-
-def _numbers(line: VersionLine) -> tuple[int, ...]:
-    return tuple(int(part) for part in line.line.split("."))

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from tritonclient.grpc import model_config_pb2 as pb
 
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Place, Rule
-from pipeline.lint.repository.subject import Model, tensors
+from pipeline.lint.repository.subject import RUN, Model, tensors
 
 __all__ = ["RULES"]
 
-RUN = "seen on tritonserver 2.51.0"
 MUST_FILL = ("triton_backend", "tokenizer_dir", "batching_strategy")
 """Quoted variables of NVIDIA's templates without which nothing works; others count as unset when they are not filled."""
 BACKENDS = (
@@ -56,9 +55,7 @@ def _parse(model: Model) -> Iterator[Fault]:
     if model.broken and not any(not item.quoted for item in model.placeholders):
         found = re.match(r"(\d+):(\d+)\s*:\s*(.*)", model.broken, re.DOTALL)
         text = found[3] if found else model.broken
-        place = model.at()
-        where = type(place)(place.file, int(found[1]) if found else None, "")
-        yield Fault(where, f"it cannot be parsed: {' '.join(text.split())}")
+        yield Fault(Place(model.at().file, int(found[1]) if found else None), f"it cannot be parsed: {' '.join(text.split())}")
 
 
 def _twice(model: Model) -> Iterator[Fault]:
@@ -141,14 +138,12 @@ def _dims(model: Model) -> Iterator[Fault]:
 
 
 def _syntax(model: Model) -> Iterator[Fault]:
-
     for file, tree in model.code.items():
         if isinstance(tree, SyntaxError):
             yield Fault(Place(file, tree.lineno), f"{file.name} is no Python: {tree.msg}")
 
 
 def _no_class(model: Model) -> Iterator[Fault]:
-
     for file, tree in model.code.items():
         if model.config.backend == "python" and file.name == model.entry and isinstance(tree, ast.Module):
             nodes = list(ast.walk(tree))

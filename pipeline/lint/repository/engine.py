@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from pipeline.core.errors import ConfigError
+from pipeline.engines.trtllm.versions import last_with_tensorrt
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Rule
 from pipeline.lint.document import Document, read_document
 from pipeline.lint.repository.subject import Model
@@ -25,17 +26,16 @@ ALLOWED = {
 SHARES = ("kv_cache_free_gpu_mem_fraction", "cross_kv_cache_fraction", "gpu_weights_percent", "lora_cache_gpu_memory_fraction")
 REMOVED = ("enable_trt_overlap",)
 KNOWN = (
-    "gpt_model_type", "gpt_model_path", "encoder_model_path", "engine_dir", "batching_strategy", "batch_scheduler_policy",
-    "decoding_mode", "guided_decoding_backend", "xgrammar_tokenizer_info_path", "tokenizer_dir", "executor_worker_path",
-    "kv_cache_free_gpu_mem_fraction", "cross_kv_cache_fraction", "gpu_weights_percent", "lora_cache_gpu_memory_fraction",
-    "max_beam_width", "max_tokens_in_paged_kv_cache", "kv_cache_host_memory_bytes", "enable_kv_cache_reuse",
+    *ALLOWED, *SHARES, *REMOVED, "gpt_model_path", "encoder_model_path", "engine_dir", "xgrammar_tokenizer_info_path",
+    "tokenizer_dir", "executor_worker_path", "max_beam_width", "max_tokens_in_paged_kv_cache", "kv_cache_host_memory_bytes",
+    "enable_kv_cache_reuse",
     "max_attention_window_size", "sink_token_length", "exclude_input_in_output", "cancellation_check_period_ms",
     "stats_check_period_ms", "recv_poll_period_ms", "iter_stats_max_iterations", "request_stats_max_iterations",
     "normalize_log_probs", "gpu_device_ids", "participant_ids", "num_nodes", "lora_cache_optimal_adapter_size",
     "lora_cache_max_adapter_size", "lora_cache_host_memory_bytes", "lora_prefetch_dir", "medusa_choices", "eagle_choices",
     "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size", "enable_chunked_context",
     "multi_block_mode", "enable_context_fmha_fp32_acc", "cuda_graph_mode", "cuda_graph_cache_size",
-    "speculative_decoding_fast_logits", "FORCE_CPU_ONLY_INPUT_TENSORS", "prompt_embedding_table_data_type", *REMOVED,
+    "speculative_decoding_fast_logits", "FORCE_CPU_ONLY_INPUT_TENSORS", "prompt_embedding_table_data_type",
 )  # fmt: skip
 """Parameters of the engine's model; others are ignored, so only near misses are told."""
 
@@ -60,7 +60,7 @@ def _engine(model: Model) -> Document | None:
 
 def _gone(model: Model) -> Iterator[Fault]:
     if model.config.backend == "tensorrtllm" and model.target.without_tensorrt:
-        reason = f"TensorRT-LLM {model.target.version} has no TensorRT backend: 1.3.0rc20 was the last release with it"
+        reason = f"TensorRT-LLM {model.target.version} has no TensorRT backend: {last_with_tensorrt()} was the last release with it"
         yield Fault(model.at(r"\bbackend\b"), reason)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from tritonclient.grpc import model_config_pb2 as pb
 
-from pipeline.lint.base import ERROR, WARNING, Fault, Rule
-from pipeline.lint.repository.subject import Model
+from pipeline.engines.trtllm.fields import shown
+from pipeline.lint.base import ERROR, WARNING, Fault, Place, Rule
+from pipeline.lint.repository.subject import RUN, Model
 
 __all__ = ["RULES"]
 
-RUN = "seen on tritonserver 2.51.0"
 CALLED = ("tensorrt_llm_model_name", "tensorrt_llm_draft_model_name", "multimodal_encoders_name", "target_model", "model_name")
 """Parameters of BLS models that name a model of the same repository."""
 STOPS = {"stop_words": "STOP_WORDS_IDS", "bad_words": "BAD_WORDS_IDS"}
@@ -76,11 +76,15 @@ def _unwritten(model: Model) -> Iterator[Fault]:
 
 
 def _unused(model: Model) -> Iterator[Fault]:
-    steps = model.config.ensemble_scheduling.step
-    read = {name for step in steps for name in step.input_map.values()}
-    for tensor in model.config.input if steps else ():
+    read = _read(model)
+    for tensor in model.config.input if model.config.ensemble_scheduling.step else ():
         if tensor.name not in read:
             yield Fault(model.at_tensor(tensor.name), f"input {tensor.name} is not used by any step")
+
+
+def _read(model: Model) -> set[str]:
+    """Tensors of the ensemble that a step takes."""
+    return {name for step in model.config.ensemble_scheduling.step for name in step.input_map.values()}
 
 
 def _written_twice(model: Model) -> Iterator[Fault]:
@@ -174,10 +178,9 @@ def _group(model: Model) -> Iterator[Fault]:
 
 def _stops(model: Model) -> Iterator[Fault]:
     inputs = {tensor.name for tensor in model.config.input}
-    steps = list(_steps(model))
+    read = _read(model)
     for name, ids in STOPS.items():
         writers = [step for step, found in _known(model) if ids in {tensor.name for tensor in found.config.output}]
-        read = {ours for step, _ in steps for ours in step.input_map.values()}
         for step in writers if name in inputs else ():
             if step.output_map.get(ids) not in read:
                 yield Fault(_at(model, step), f"{name} is taken, but {ids} of {step.model_name} reaches no step: it is ignored")
@@ -197,7 +200,7 @@ def _decoupled(model: Model) -> Iterator[Fault]:
             continue
         ours, theirs = (one.config.model_transaction_policy.decoupled for one in (model, other))
         if ours != theirs:
-            reason = f"decoupled is {_said(ours)} in {model.name}, {_said(theirs)} in {name}, which it calls: streams are lost"
+            reason = f"decoupled is {shown(ours)} in {model.name}, {shown(theirs)} in {name}, which it calls: streams are lost"
             yield Fault(model.at(r"\bdecoupled\b"), reason)
 
 
@@ -237,11 +240,7 @@ def _tokenizers(model: Model) -> Iterator[Fault]:
         yield Fault(model.at_parameter("tokenizer_dir"), f"tokenizer_dir is {mine} here, {theirs} in postprocessing")
 
 
-def _said(value: bool) -> str:
-    return "true" if value else "false"
-
-
-def _at(model: Model, step: Any) -> Any:
+def _at(model: Model, step: Any) -> Place:
     return model.at(rf'model_name\s*:\s*"{step.model_name}"', f"ensemble_scheduling.step {step.model_name}")
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from pipeline.lint.base import ERROR, NOTE, WARNING, Fault, Place, Rule
 from pipeline.lint.names import CONFIG, ENGINE_ARGS, LOADED, SETTINGS
-from pipeline.lint.repository.subject import Model, Repository
+from pipeline.lint.repository.subject import RUN, Model, Repository
 
 __all__ = ["MODEL_RULES", "ROOT_RULES"]
 
-RUN = "seen on tritonserver 2.51.0"
 
 
 def _empty(repository: Repository) -> Iterator[Fault]:

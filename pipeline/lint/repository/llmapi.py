@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping
 
 from tritonclient.grpc import model_config_pb2 as pb
 
+from pipeline.engines.trtllm.fields import shown
 from pipeline.lint.base import ERROR, WARNING, Fault, Rule
 from pipeline.lint.repository.gpus import device_lists
-from pipeline.lint.repository.subject import Model
+from pipeline.lint.repository.subject import RUN, Model
 
 __all__ = ["RULES"]
 
 KNOWN = ("max_batch_size", "decoupled", "cancellation_check_period_ms", "multimodal")
 UPSTREAM = "TensorRT-LLM triton_backend/all_models/llmapi/tensorrt_llm/1/model.py"
-PROVEN = "seen on tritonserver 2.51.0; launch_triton_server.py of TensorRT-LLM passes --disable-auto-complete-config"
+PROVEN = f"{RUN}; launch_triton_server.py of TensorRT-LLM passes --disable-auto-complete-config"
 TYPES = {
     "text_input": "STRING", "streaming": "BOOL", "stop": "BOOL", "image_url": "STRING", "lora_id": "UINT64",
     "sampling_param_best_of": "INT32", "sampling_param_temperature": "FP32", "sampling_param_top_k": "INT32",
@@ -52,7 +53,7 @@ def _decoupled(model: Model) -> Iterator[Fault]:
     ours = model.config.model_transaction_policy.decoupled
     if bool(theirs) != ours:
         reason = (
-            f"decoupled is {_said(ours)} in config.pbtxt, {_said(bool(theirs))} in model.yaml: with auto-completion it does not "
+            f"decoupled is {shown(ours)} in config.pbtxt, {shown(bool(theirs))} in model.yaml: with auto-completion it does not "
             "load, without it streams end after one token"
         )
         yield Fault(model.settings.at("triton_config.decoupled"), reason)
@@ -125,10 +126,6 @@ def _world(model: Model) -> Iterator[Fault]:
         if world and len(devices) < world:
             place = model.at_parameter("gpu_device_ids")
             yield Fault(place, f"gpu_device_ids gives {len(devices)} GPUs to an instance of {world} ranks")
-
-
-def _said(value: bool) -> str:
-    return "true" if value else "false"
 
 
 RULES: tuple[Rule[Model], ...] = (

@@ -20,7 +20,10 @@ from pipeline.lint.document import MOST_BYTES, Document, read_document, read_tex
 from pipeline.lint.names import CONFIG, ENGINE_ARGS, SETTINGS
 from pipeline.lint.target import Target
 
-__all__ = ["Model", "Placeholder", "Repository", "open_repository", "tensors"]
+__all__ = ["RUN", "Model", "Placeholder", "Repository", "open_repository", "tensors"]
+
+RUN = "seen on tritonserver 2.51.0"
+"""Where most rules are known from."""
 
 QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*')
 MOST_FILES = 50
@@ -183,11 +186,10 @@ class Repository:
     models: dict[str, Model]
     others: tuple[Path, ...]
     """What lies in the root and is no folder."""
-    target: Target
 
 
-def open_repository(folder: Path, target: Target, only: str | None = None) -> Repository:
-    """Every folder in the root of a repository, or the one called `only`.
+def open_repository(folder: Path, target: Target) -> Repository:
+    """Every folder in the root of a repository.
 
     Raises:
         ConfigError: if the folder cannot be listed.
@@ -195,9 +197,9 @@ def open_repository(folder: Path, target: Target, only: str | None = None) -> Re
     models: dict[str, Model] = {}
     entries = _entries(folder)
     for entry in entries:
-        if entry.is_dir() and only in (None, entry.name):
+        if entry.is_dir():
             models[entry.name] = _open(entry, target, models)
-    return Repository(folder, models, tuple(entry for entry in entries if not entry.is_dir()), target)
+    return Repository(folder, models, tuple(entry for entry in entries if not entry.is_dir()))
 
 
 def _entries(folder: Path) -> list[Path]:

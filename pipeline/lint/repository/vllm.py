@@ -147,8 +147,9 @@ def _devices(model: Model) -> Iterator[Fault]:
 
 
 def _lora(model: Model) -> Iterator[Fault]:
+    """Arguments by themselves may get it where they are packaged, as their model."""
     asked = str(_args(model).get("enable_lora", "")).lower() == "true"
-    if asked and not (model.versions[-1] / "multi_lora.json").is_file():
+    if asked and model.given is None and not (model.versions[-1] / "multi_lora.json").is_file():
         yield Fault(_args(model).at("enable_lora"), "enable_lora is true, but there is no multi_lora.json beside model.json")
 
 

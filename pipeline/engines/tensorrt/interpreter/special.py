@@ -18,27 +18,25 @@ Lookup = Callable[[Any], Any]
 _FP4 = np.dtype(ml_dtypes.float4_e2m1fn)
 
 
-def _spread(scale: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """A scale a tensor, an index of `axis`, or a block, as something that broadcasts to `shape`."""
+def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
+    """A scale a tensor or a block, as something that broadcasts to `shape`."""
     scale = scale.astype(np.float32)
     if scale.size == 1:
         return scale.reshape(())
-    if scale.ndim == 1 and len(shape) > 1:
-        return scale.reshape([-1 if position == axis else 1 for position in range(len(shape))])
     for position, size in enumerate(shape):
         scale = np.repeat(scale, size // scale.shape[position], position)
     return scale
 
 
 def _quantize(trt: Any, layer: Any, x: Values, lookup: Lookup) -> Array:
-    scaled = x[0].astype(np.float32) / _spread(x[1], x[0].shape, layer.axis)
+    scaled = x[0].astype(np.float32) / _spread(x[1], x[0].shape)
     if layer.get_output(0).dtype == trt.DataType.FP8:
         return encode_e4m3(scaled)
     return np.clip(np.rint(scaled), -128, 127).astype(np.int8)
 
 
 def _dequantize(trt: Any, layer: Any, x: Values, lookup: Lookup) -> Array:
-    return x[0].astype(np.float32) * _spread(x[1], x[0].shape, layer.axis)
+    return x[0].astype(np.float32) * _spread(x[1], x[0].shape)
 
 
 def _dynamic_quantize(trt: Any, layer: Any, x: Values, lookup: Lookup) -> tuple[Array, Array]:

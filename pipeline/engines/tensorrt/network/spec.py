@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipeline.models.arch import Arch
@@ -77,10 +77,6 @@ class Spec:
         """Routed experts of this rank."""
         count = self.arch.n_routed_experts // self.ranks
         return range(self.rank * count, (self.rank + 1) * count)
-
-    def with_(self, **changes: Any) -> Spec:
-        """This one with other values."""
-        return replace(self, **changes)
 
     def plain(self) -> dict[str, Any]:
         """For a report."""

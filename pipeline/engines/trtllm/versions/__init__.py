@@ -15,7 +15,9 @@ from pipeline.core.errors import ConfigError
 from pipeline.engines.trtllm.fields import Field, field_of
 from pipeline.engines.trtllm.tables import read_table, table_names
 
-__all__ = ["Union", "VersionLine", "known_lines", "later_lines", "release_order", "require_pytorch", "version_line"]
+__all__ = [
+    "Union", "VersionLine", "known_lines", "last_with_tensorrt", "later_lines", "release_order", "require_pytorch", "version_line",
+]  # fmt: skip
 
 Rows = Mapping[str, Any]
 _MERGED = ("fields", "sections", "unions", "environment_defaults", "aliases", "ignored")
@@ -86,6 +88,11 @@ class VersionLine:
             found = {**self._section(item), **found} if item else found
         return found
 
+    def kind(self, name: str | None, table: Mapping[str, Any]) -> str:
+        """Which kind of the union `name` a table is; empty where that is none."""
+        union = self.unions.get(name or "")
+        return str(table.get(union.by, union.default)) if union else ""
+
     @cached_property
     def known(self) -> dict[str, Field]:
         """Every argument by its dotted path; what kinds of a union share, once."""
@@ -132,6 +139,13 @@ def version_line(version: str) -> VersionLine:
             f"pipeline/engines/trtllm/versions/{line}.yaml."
         )
     return _line(line)
+
+
+@cache
+def last_with_tensorrt() -> str:
+    """The last release that has the TensorRT backend."""
+    found = (version_line(name).tensorrt_backend for name in known_lines())
+    return next(last for last in found if last not in ("always", "never"))
 
 
 def require_pytorch(version: str) -> None:
