@@ -86,7 +86,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     plan = planned(folder / "r1")
     chosen = chosen_shards(plan)
     read, written = sum(file.stat().st_size for file in files), sum(shard.num_bytes for shard in chosen)
-    core = per_core(plan, chosen[0], folder / "core")  # first: a disk at work slows the processor of a virtual machine
+    settle()
+    core = per_core(plan, chosen[0], folder / "core")
     limits = [disk_limits(files, folder / "limit", written)]
     runs = []
     for _ in range(repeats):
@@ -116,6 +117,12 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         | {"minutes": round(whole["bytes_in"] / best["bytes_in"] * best["seconds"] / 60, 1)},
         "quick": options.quick, "load_before": load_before, "load_after": os.getloadavg(), "machine": machine(),
     }  # fmt: skip
+
+
+def settle(seconds: float = 15) -> None:
+    """Wait for the disk: while it writes back what was just made, the processor of a virtual machine is slower."""
+    os.sync()
+    time.sleep(seconds)
 
 
 def planned(folder: Path) -> ConversionPlan:
@@ -159,7 +166,7 @@ def convert_once(source: Path, out: Path) -> dict[str, Any]:
 
 
 def per_core(plan: ConversionPlan, shard: OutputShard, file: Path, limit: int = 512 << 20) -> dict[str, float]:
-    """One thread, data in the page cache: read, measure, convert into blocks, unhashed; CPU seconds, best of three."""
+    """One thread, data in the page cache: read, measure, convert into blocks, unhashed; CPU seconds, best of five."""
     sources, flow = SourceFiles(direct=False), Flow()
     buffer, pool = allocate(64 << 20), BlockPool()
     tasks, size = [], 0
@@ -170,7 +177,7 @@ def per_core(plan: ConversionPlan, shard: OutputShard, file: Path, limit: int = 
             break
     times, scratch = [], {}
     hashed, blocks.sha256 = blocks.sha256, Unhashed
-    for _ in range(4):  # the first fills the page cache
+    for _ in range(6):  # the first fills the page cache
         arithmetic = Arithmetic(plan.recipe, Amaxes(flow, plan.steps))  # for all of R1, so its making is not counted
         out = ShardFile(file, shard.plan, file.parent, pool, lambda block: pool.give(block.memory))
         out.begin()
