@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,12 +52,21 @@ def copy_bandwidth(total_bytes: int, sets: int = 1, replays: int = 20) -> float:
 
 
 def machine() -> dict[str, str]:
-    """Device, driver and versions."""
+    """Device, driver, versions, and the commit that was measured (BENCH_COMMIT, where the code has no repository with it)."""
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "python": platform.python_version()}
-    return {"device": torch.cuda.get_device_name(), "driver": driver, **versions, "date": date}
+    return {"device": torch.cuda.get_device_name(), "driver": driver, **versions, "date": date, "commit": _commit()}
+
+
+def _commit() -> str:
+    """Short, with a + if files differ from it."""
+    if named := os.environ.get("BENCH_COMMIT"):
+        return named
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    found = subprocess.run(asked, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
 
 
 def _replayed(calls: Sequence[Call], replays: int) -> float:

@@ -1,4 +1,4 @@
-"""Fixtures that more than one test file shares: one real build for this machine, made once a session."""
+"""Fixtures that more than one test file shares: one real build for this machine, made once."""
 
 from __future__ import annotations
 
@@ -65,8 +65,10 @@ class Workspace:
 
 @pytest.fixture(scope="session")
 def cpu_build(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """`python -m pipeline build +hw=cpu` on the embedded model, once."""
-    workspace = Workspace(tmp_path_factory.mktemp("cpu_build"))
+    """`python -m pipeline build +hw=cpu` on the embedded model, once for all workers: the others wait for the store's lock."""
+    base = tmp_path_factory.getbasetemp()
+    workspace = Workspace((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cpu_build")
+    workspace.folder.mkdir(exist_ok=True)
     done = workspace.run("build", "+hw=cpu")
     assert done.code == 0, done.out + done.err
     return workspace
