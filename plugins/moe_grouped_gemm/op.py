@@ -1,0 +1,161 @@
+"""R1's routed experts on one rank as torch ops: CUDA runs the kernels, CPU plain torch, shapes are known to `torch.export`.
+
+    out = torch.ops.r1_pipeline.moe_fp8_block(x, indices, weights, gate_up, gate_up_scale, down, down_scale, first_expert)
+    out = torch.ops.r1_pipeline.moe_w4a16_nvfp4(x, indices, weights, gate_up, gate_up_scale, gate_up_scale_2,
+                                                down, down_scale, down_scale_2, first_expert)
+
+x BF16 [T, H], indices I32 or I64 [T, K], weights F32 [T, K] -> BF16 [T, H]. The E experts here are numbers first_expert
+and on; others add nothing (with expert parallelism the caller adds the ranks' results). Gate rows lie above up rows.
+
+    FP8 block   gate_up E4M3 [E, 2I, H], down E4M3 [E, H, I]; scales F32 [E, rows/128, columns/128]
+    NVFP4       gate_up U8 [E, 2I, H/2], down U8 [E, H, I/2]; scales E4M3 [E, rows, columns/16], scales_2 F32 [E]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeline.core.errors import ConfigError
+from plugins.moe_grouped_gemm import plain
+from plugins.quantize.reference import FP8, FP8_GROUP, NVFP4_GROUP
+
+__all__ = ["moe_fp8_block", "moe_permute", "moe_w4a16_nvfp4"]
+
+
+@torch.library.custom_op("r1_pipeline::moe_permute", mutates_args=(), device_types="cuda")
+def moe_permute(indices: Tensor, experts: int, first_expert: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """indices [T, K] -> offsets I32 [E + 1], pairs I32 [T * K] by expert (-1 after the last), slots I32 [T * K] (-1: not ours)"""
+    return plain.permute(indices, experts, first_expert)
+
+
+@torch.library.custom_op("r1_pipeline::moe_fp8_block", mutates_args=(), device_types="cuda")
+def moe_fp8_block(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    first_expert: int = 0,
+) -> Tensor:
+    """-> BF16 [T, H]"""
+    _check_routes(x, indices, weights)
+    _check_fp8(x, gate_up, gate_up_scale, down, down_scale)
+    return plain.fp8_block(x, indices, weights, gate_up, gate_up_scale, down, down_scale, first_expert)
+
+
+@torch.library.custom_op("r1_pipeline::moe_w4a16_nvfp4", mutates_args=(), device_types="cuda")
+def moe_w4a16_nvfp4(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_scale_2: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    down_scale_2: Tensor,
+    first_expert: int = 0,
+) -> Tensor:
+    """-> BF16 [T, H]"""
+    _check_routes(x, indices, weights)
+    _check_nvfp4(x, gate_up, gate_up_scale, gate_up_scale_2, down, down_scale, down_scale_2)
+    arguments = gate_up, gate_up_scale, gate_up_scale_2, down, down_scale, down_scale_2
+    return plain.nvfp4(x, indices, weights, *arguments, first_expert)
+
+
+@moe_permute.register_fake
+def _(indices: Tensor, experts: int, first_expert: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    count = indices.shape[0] * indices.shape[1]
+    return tuple(indices.new_empty((size,), dtype=torch.int32) for size in (experts + 1, count, count))
+
+
+@moe_fp8_block.register_fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@moe_w4a16_nvfp4.register_fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@moe_permute.register_kernel("cpu")
+def _(indices: Tensor, experts: int, first_expert: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    return plain.permute(indices, experts, first_expert)
+
+
+@moe_fp8_block.register_kernel("cpu")
+def _(x: Tensor, indices: Tensor, weights: Tensor, *rest: Tensor | int) -> Tensor:
+    *matrices, first_expert = rest if isinstance(rest[-1], int) else (*rest, 0)
+    _check_routes(x, indices, weights)
+    _check_fp8(x, *matrices)
+    return plain.fp8_block(x, indices, weights, *matrices, first_expert)
+
+
+@moe_w4a16_nvfp4.register_kernel("cpu")
+def _(x: Tensor, indices: Tensor, weights: Tensor, *rest: Tensor | int) -> Tensor:
+    *matrices, first_expert = rest if isinstance(rest[-1], int) else (*rest, 0)
+    _check_routes(x, indices, weights)
+    _check_nvfp4(x, *matrices)
+    return plain.nvfp4(x, indices, weights, *matrices, first_expert)
+
+
+def _check_routes(x: Tensor, indices: Tensor, weights: Tensor) -> None:
+    if x.dim() != 2 or x.dtype != torch.bfloat16:
+        raise ConfigError(f"x is {x.dtype} {list(x.shape)}: it must be bfloat16 [T, H].")
+    whole = indices.dtype in (torch.int32, torch.int64)
+    if (
+        not whole
+        or weights.dtype != torch.float32
+        or weights.dim() != 2
+        or len(weights) != len(x)
+        or indices.shape != weights.shape
+    ):
+        found = f"indices are {indices.dtype} {list(indices.shape)}, weights {weights.dtype} {list(weights.shape)}"
+        raise ConfigError(f"{found}: they must be int32 (or int64) and float32, both [{len(x)}, K].")
+
+
+def _check_fp8(x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor) -> None:
+    experts, hidden, width = _sizes(x, gate_up, down, FP8, 1)
+    if hidden % FP8_GROUP or width % FP8_GROUP:
+        raise ConfigError(f"Rows of {hidden} and {width} cannot be scaled in groups of {FP8_GROUP}: give multiples of it.")
+    blocks, inner = hidden // FP8_GROUP, width // FP8_GROUP
+    _check_scales("gate_up_scale", gate_up_scale, torch.float32, (experts, 2 * inner, blocks))
+    _check_scales("down_scale", down_scale, torch.float32, (experts, blocks, inner))
+
+
+def _check_nvfp4(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_scale_2: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    down_scale_2: Tensor,
+) -> None:
+    experts, hidden, width = _sizes(x, gate_up, down, torch.uint8, 2)
+    if hidden % NVFP4_GROUP or width % NVFP4_GROUP:
+        raise ConfigError(f"Rows of {hidden} and {width} cannot be scaled in groups of {NVFP4_GROUP}: give multiples of it.")
+    _check_scales("gate_up_scale", gate_up_scale, FP8, (experts, 2 * width, hidden // NVFP4_GROUP))
+    _check_scales("down_scale", down_scale, FP8, (experts, hidden, width // NVFP4_GROUP))
+    _check_scales("gate_up_scale_2", gate_up_scale_2, torch.float32, (experts,))
+    _check_scales("down_scale_2", down_scale_2, torch.float32, (experts,))
+
+
+def _sizes(x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, packed: int) -> tuple[int, int, int]:
+    """E, H and I; `packed`: elements of a weight that share a byte."""
+    hidden = x.shape[1]
+    fits = gate_up.dim() == down.dim() == 3 and gate_up.shape[2] * packed == hidden
+    if not fits or down.shape != (len(gate_up), hidden, gate_up.shape[1] // 2 // packed) or {gate_up.dtype, down.dtype} != {dtype}:
+        found = f"gate_up is {gate_up.dtype} {list(gate_up.shape)}, down {down.dtype} {list(down.shape)}"
+        part = f"/{packed}" if packed > 1 else ""
+        raise ConfigError(f"{found}: they must be {dtype}, [E, 2I, H{part}] and [E, H, I{part}] with H = {hidden}.")
+    return len(gate_up), hidden, gate_up.shape[1] // 2
+
+
+def _check_scales(name: str, scales: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if scales.dtype != dtype or scales.shape != shape:
+        raise ConfigError(f"{name} is {scales.dtype} {list(scales.shape)}: it must be {dtype} {list(shape)}.")
