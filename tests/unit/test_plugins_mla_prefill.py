@@ -1,0 +1,88 @@
+"""Attention over keys and values of each head against float64: the ops on the CPU, the kernel where there is an H200."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.core.errors import ConfigError
+
+torch = pytest.importorskip("torch", reason="the op is torch's")
+
+from plugins.mla_prefill import op, reference  # noqa: E402
+
+HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here"))]
+SCALE, D, R, V = 0.07, 192, 64, 128
+
+
+def case(device: str, queries: list[int], keys: list[int], heads: int) -> list[torch.Tensor]:
+    """q, kv, k_rope, cu_q and cu_k."""
+    ends = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (queries, keys)]
+    shapes = (sum(queries), heads, D), (sum(keys), heads, D - R + V), (sum(keys), R)
+    return [tensor.to(device) for tensor in (*(torch.randn(shape).bfloat16() for shape in shapes), *ends)]
+
+
+def check(found: tuple[torch.Tensor, torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    q, kv, k_rope, *ends = inputs
+    wanted, lse = reference.mla_prefill(q, *reference.joined(q, kv, k_rope), *ends, SCALE)
+    assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
+    torch.testing.assert_close(found[0].double(), wanted, rtol=2e-2, atol=8e-3)
+    torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ops_vs_reference(device: str) -> None:
+    cases: list[tuple[list[int], list[int], int]] = [([1], [1], 1), ([7, 0, 13], [7, 3, 31], 2), ([5], [3], 3), ([], [], 2)]
+    if device == "cuda":
+        odd = [1, 63, 64, 65, 127, 128, 129, 0, 300, 777]
+        cases += [(odd, odd, 3), (odd, [n + 130 for n in odd], 16), ([200], [70], 2), ([1024], [4096], 128), ([2], [5000], 1)]
+    for queries, keys, heads in cases:
+        inputs = case(device, queries, keys, heads)
+        q, kv, k_rope, *ends = inputs
+        check(torch.ops.r1_pipeline.mla_prefill_kv(*inputs, SCALE), inputs)
+        check(torch.ops.r1_pipeline.mla_prefill(q, *reference.joined(q, kv, k_rope), *ends, SCALE), inputs)
+
+
+def test_a_chunk_gives_what_all_at_once_gives() -> None:
+    q, kv, k_rope, ends, _ = case("cpu", [29], [29], 2)
+    whole, _ = op.mla_prefill_kv(q, kv, k_rope, ends, ends, SCALE)
+    chunk, _ = op.mla_prefill_kv(q[17:], kv, k_rope, torch.tensor([0, 12], dtype=torch.int32), ends, SCALE)
+    torch.testing.assert_close(chunk, whole[17:])
+
+
+def test_reference_is_torch_s_attention() -> None:
+    q, kv, k_rope, *ends = case("cpu", [19], [19], 3)
+    k, v = reference.joined(q, kv, k_rope)
+    found, _ = reference.mla_prefill(q, k, v, *ends, SCALE)
+    inputs = (x.transpose(0, 1).double() for x in (q, k, v))
+    wanted = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, scale=SCALE)
+    torch.testing.assert_close(found, wanted.transpose(0, 1))
+
+
+def test_what_a_key_holds_spoils_no_other_sequence() -> None:
+    inputs = case("cpu", [3, 4], [3, 4], 2)
+    clean = op.mla_prefill_kv(*inputs, SCALE)[0]
+    inputs[1][5] = torch.nan  # the second sequence's last but one key and value
+    found = op.mla_prefill_kv(*inputs, SCALE)[0]
+    torch.testing.assert_close(found[:3], clean[:3])
+    assert found[5:].isnan().all()
+
+
+def test_ops_are_known_to_export() -> None:
+    inputs = case("cpu", [2, 5], [2, 9], 2)
+    q, kv, k_rope, *ends = inputs
+    torch.library.opcheck(op.mla_prefill_kv, (*inputs, SCALE))
+    torch.library.opcheck(op.mla_prefill, (q, *reference.joined(q, kv, k_rope), *ends, SCALE))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, kv, k_rope, *ends = case("cpu", [3], [3], 2)
+    k, v = reference.joined(q, kv, k_rope)
+    with pytest.raises(ConfigError, match="must be bfloat16"):
+        op.mla_prefill(q.float(), k, v, *ends, SCALE)
+    with pytest.raises(ConfigError, match=r"int32 \[B \+ 1\]"):
+        op.mla_prefill(q, k, v, ends[0].long(), ends[1], SCALE)
+    with pytest.raises(ConfigError, match="above 0"):
+        op.mla_prefill(q, k, v, *ends, -1.0)
+    with pytest.raises(ConfigError, match=r"\[Tk, R\]"):
+        op.mla_prefill_kv(q, kv, k_rope[1:], *ends, SCALE)
