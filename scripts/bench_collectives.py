@@ -10,7 +10,8 @@ NCCL where each rank has a GPU (CUDA graphs, medians), gloo on CPU ranks otherwi
     dispatch         each token once to every rank that holds one of its 8 experts of 256, drawn at random
     combine          the experts' outputs back to their tokens, and their sum
 
-`us` is the slowest rank's. `gb_per_s` counts what one rank receives from others. `bf16_x` is the time of BF16 over this one.
+`us` is the slowest rank's. `gb_per_s` counts what one rank receives from others, `effective_gb_per_s` what that is in BF16.
+`error`: relative, of what arrived (`combine`: summed). `bf16_x` is the time of BF16 over this one.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def measured(counts: Sequence[int], device: torch.device) -> Iterator[dict[str, 
         for precision in op.PRECISIONS:
             for row in (*gathers(x, precision), *exchanges(x, precision, generator)):
                 row |= {"tokens_a_rank": tokens, "precision": precision}
+                shrunk = op.row_bytes(HIDDEN, precision) / op.row_bytes(HIDDEN, "bf16")
+                row["effective_gb_per_s"] = round(row["gb_per_s"] / shrunk, 2)
                 first = base.setdefault((row["collective"].split()[0], tokens), row["us"])
                 yield row | {"bf16_x": round(first / row["us"], 2)}
 
@@ -111,17 +114,19 @@ def exchanges(x: Tensor, precision: op.Precision, generator: torch.Generator) ->
     dist.all_to_all_single(receive, send.to(x.device))
     sent, received, here = send.tolist(), receive.tolist(), dist.get_rank()
 
-    def dispatch() -> Tensor:
+    def dispatch(precision: op.Precision = precision) -> Tensor:
         return op.all_to_all(x[places], sent, received, precision, input_scale=scale)
+
+    order, begins = places.argsort(stable=True), (goes.sum(1).cumsum(0) - goes.sum(1)).to(x.device)
 
     def combine(outputs: Tensor) -> Tensor:
         back = op.all_to_all(outputs, received, sent, precision, input_scale=scale)
-        return torch.zeros_like(x, dtype=torch.float32).index_add_(0, places, back.float())
+        return torch.nn.functional.embedding_bag(order, back, begins, mode="sum")
 
     at_experts = dispatch()
     width = op.row_bytes(HIDDEN, precision)
-    seconds = slowest(dispatch, x.device)
-    yield result("dispatch", seconds, (sum(received) - received[here]) * width)
+    seconds, error = slowest(dispatch, x.device), relative(at_experts, dispatch("bf16"))
+    yield result("dispatch", seconds, (sum(received) - received[here]) * width) | {"error": error}
     seconds = slowest(lambda: combine(at_experts), x.device)
     wanted = x.float() * goes.sum(1, keepdim=True).to(x.device)
     yield result("combine", seconds, (sum(sent) - sent[here]) * width) | {"error": relative(combine(at_experts), wanted)}
@@ -131,9 +136,14 @@ def slowest(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call on the slowest rank."""
     dist.barrier()
     seconds = graph_seconds([call] * IN_A_GRAPH) if device.type == "cuda" else clocked(call, REPEATS)
-    every = torch.tensor([seconds], dtype=torch.float64, device=device)
+    return largest((seconds,), device)[0]
+
+
+def largest(values: Sequence[float], device: torch.device) -> list[float]:
+    """Of all ranks' values, one by one."""
+    every = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(every, dist.ReduceOp.MAX)
-    return float(every)
+    return every.tolist()
 
 
 def result(name: str, seconds: float, wire: int) -> dict[str, Any]:

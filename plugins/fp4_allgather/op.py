@@ -2,6 +2,7 @@
 
     hidden = all_gather(x, "nvfp4", input_scale=scale)             # BF16 [rows of all ranks, K]
     codes, scales = views(gather_packed(x, "nvfp4", input_scale=scale), K, "nvfp4")      # to feed on, undecoded
+    mine = reduce_scatter(outputs)                                 # BF16 [own rows, K]: the way back
 
 A row travels whole, as its codes and then its scales: K bytes * 2 in BF16, 1 + 1/32 in FP8, 1/2 + 1/16 in NVFP4 (3.6 times
 fewer than BF16). So one collective carries it, over any number of ranks, any backend, and any rows a rank (`sizes`); scales
@@ -25,7 +26,8 @@ from plugins.nvrtc import aligned
 from plugins.quantize import op, reference
 
 __all__ = [
-    "PRECISIONS", "Precision", "all_gather", "all_to_all", "common_scale", "gather_packed", "pack", "row_bytes", "unpack", "views",
+    "PRECISIONS", "Precision", "all_gather", "all_to_all", "common_scale", "gather_packed", "gather_rows", "pack", "reduce_scatter",
+    "row_bytes", "unpack", "views",
 ]  # fmt: skip
 
 Precision = Literal["bf16", "fp8", "nvfp4"]
@@ -89,14 +91,32 @@ def gather_packed(
 ) -> Tensor:
     """Packed rows of all ranks in order, U8 [sum(sizes), row_bytes]. `sizes`: rows of each rank, where they differ."""
     _check(x, precision, sizes, group)
-    packed, ranks = pack(x, precision, input_scale), dist.get_world_size(group)
-    if sizes is not None and (most := max(sizes)) > len(packed):
-        packed = torch.cat((packed, packed.new_empty((most - len(packed), packed.shape[1]))))
+    return gather_rows(pack(x, precision, input_scale), sizes, group)
+
+
+def gather_rows(packed: Tensor, sizes: Sequence[int] | None = None, group: Group = None) -> Tensor:
+    """Rows [N, B] of all ranks in order, whatever their bytes mean. Ranks with fewer rows than the most send padding, too."""
+    ranks = dist.get_world_size(group)
+    if sizes is not None:
+        packed = _padded(packed, max(sizes))
     out = packed.new_empty((ranks * len(packed), packed.shape[1]))
     dist.all_gather_into_tensor(out, packed, group=group)
     if sizes is None or min(sizes) == max(sizes):
         return out
     return torch.cat([rows[:size] for rows, size in zip(out.chunk(ranks), sizes, strict=True)])
+
+
+def reduce_scatter(x: Tensor, sizes: Sequence[int] | None = None, group: Group = None) -> Tensor:
+    """x [rows of all ranks, K] -> [own rows, K]: the sum of what the ranks hold for them. `sizes` as in `gather_packed`."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    sizes = [len(x) // ranks] * ranks if sizes is None else list(sizes)
+    if sum(sizes) != len(x):
+        raise ConfigError(f"{len(x)} rows cannot be shared out as {sizes}: they must be as many as all ranks' rows.")
+    if min(sizes) < max(sizes):
+        x = torch.cat([_padded(rows, max(sizes)) for rows in x.split(sizes)])
+    share = x.new_empty((max(sizes), x.shape[1]))
+    dist.reduce_scatter_tensor(share, x.contiguous(), group=group)
+    return share[: sizes[rank]]
 
 
 def all_gather(
@@ -143,6 +163,11 @@ def common_scale(x: Tensor, group: Group = None) -> Tensor:
 def _parts(columns: int, precision: Precision) -> tuple[int, int]:
     """Bytes of a row's codes and scales."""
     return {"bf16": (2 * columns, 0), "fp8": (columns, columns // 32), "nvfp4": (columns // 2, columns // 16)}[precision]
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    missing = count - len(rows)
+    return torch.cat((rows, rows.new_zeros((missing, rows.shape[1])))) if missing else rows
 
 
 def _needed(input_scale: Tensor | None) -> Tensor:

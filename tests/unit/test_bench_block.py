@@ -1,0 +1,79 @@
+"""The decoder layer on gloo ranks against one rank's, by the script that runs over NCCL; each step against plain torch; shares."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the layer is torch's")
+dist = pytest.importorskip("torch.distributed")
+pytest.importorskip("torch._dynamo", reason="the first op of torch.library imports it: here, once, not on every rank")
+
+from scripts import _layer  # noqa: E402
+from scripts._layer import FASTEST, Layer, Share, State  # noqa: E402
+
+CPU = torch.device("cpu")
+LARGEST = {None: 3e-2, "bf16": 1.2e-2, "fp8": 5e-2, "nvfp4": 0.15}
+"""Of errors by what the gather carries. BF16: sums in another order. TP (None): so is attention's, and what differs there by a bit
+is rounded to another FP8 code before the experts. FP8 and NVFP4 round what the experts get."""
+
+
+def check() -> None:
+    """On every rank: the benchmark's rows, then uneven numbers of tokens."""
+    from scripts import bench_block
+
+    torch.set_num_threads(1)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    blocks = {name: bench_block.Block(bench_block.SMALL, CPU, share) for name, share in bench_block.shares().items()}
+    whole = Layer(bench_block.SMALL, CPU)
+    rows = list(bench_block.measured(blocks, whole, (3,), 20))
+    assert [row["gather"] for row in rows] == ["bf16", "fp8", "nvfp4", None, None]
+    for row in rows:
+        assert row["error"] < LARGEST[row["gather"]], row
+    assert rows[1]["error"] < rows[2]["error"]
+    capacity = [bench_block.capacity_of(name, block) for name, block in blocks.items()]
+    assert [row["ranks_that_hold_a_token"] for row in capacity] == [1, ranks, ranks]
+    uneven(blocks[f"ADP{ranks}+EP{ranks}"], whole, rank, ranks)
+
+
+def uneven(block: Layer, whole: Layer, rank: int, ranks: int) -> None:
+    """Rank r decodes 2 r + 1 sequences."""
+    sizes = [2 * other + 1 for other in range(ranks)]
+    lengths = [1 + 7 * sequence % 30 for sequence in range(sum(sizes))]
+    x = torch.randn(sum(sizes), whole.shape.hidden, generator=torch.Generator().manual_seed(5)).bfloat16()
+    state = State.random(whole.shape, lengths, CPU)
+    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    block.sizes, block.precision = sizes, "bf16"
+    found, wanted = block(x[own], state.part(own), FASTEST), whole(x, state, FASTEST)[own]
+    assert (found - wanted).float().norm() < 1e-2 * (wanted - x[own]).float().norm()
+
+
+@pytest.mark.parametrize("ranks", (2, 3))
+def test_ranks_vs_reference(ranks: int) -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "tests._utils.ranks", str(ranks), "tests.unit.test_bench_block:check"]
+    done = subprocess.run(command, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_step_vs_plain() -> None:
+    """The plugins' CPU forms and plain torch, one step at a time."""
+    from scripts.bench_block import SMALL
+
+    layer, x = Layer(SMALL, CPU), torch.randn(3, SMALL.hidden).bfloat16()
+    state = State.random(SMALL, [17, 1, 5], CPU)
+    wanted = layer(x, state, frozenset()) - x
+    for step in _layer.STEPS:
+        error = (layer(x, state, frozenset({step})) - x - wanted).float().norm() / wanted.float().norm()
+        assert error < (5e-2 if step == "moe_grouped_gemm" else 1e-2), step
+
+
+def test_blocks_are_not_cut() -> None:
+    weight = _layer.Fp8(torch.zeros(256, 256).to(torch.float8_e4m3fn), torch.ones(2, 2))
+    assert weight.rows(slice(128, 256)).scale.shape == (1, 2)
+    with pytest.raises(ValueError, match="whole blocks of 128"):
+        weight.columns(Share(0, 3).of(256))
