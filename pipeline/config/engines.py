@@ -19,6 +19,8 @@ COMPILERS = ("auto", "aoti", "export")
 TENSORRT_LIBRARIES = ("auto", "tensorrt", "tensorrt_rtx")
 TENSORRT_WEIGHTS = ("embedded", "inputs", "refit")
 TENSORRT_MOE = ("auto", "dense", "dispatch", "layer")
+TENSORRT_EXCHANGES = ("gather", "all_to_all")
+TENSORRT_PAYLOADS = ("bf16", "fp4")
 TRTLLM_BACKENDS = ("pytorch", "tensorrt")
 SERVING = ("aggregated", "disaggregated")
 TRANSFERS = ("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI")
@@ -120,6 +122,13 @@ class TensorrtEngineConfig:
     """How experts are computed: layer (TensorRT's, SM100/103/110 with tensorrt), dense, dispatch; auto: layer for BF16 experts."""
     moe_capacity: int = limited(0, least=0, most=MOST_TOKENS)
     """moe=dispatch: most tokens an expert takes in a step; more are left out and counted. 0: all."""
+    exchange: str = limited("gather", one_of=TENSORRT_EXCHANGES)
+    """Attention DP: gather brings all tokens to all ranks, all_to_all each to the ranks of its experts."""
+    exchange_share: float = limited(1.0, above=0, most=1, hint="0.5 to 1 are usual")
+    """exchange=all_to_all: the part of a step's tokens for which each rank has room on each other one; below 1, more are left out
+    and counted."""
+    gather: str = limited("bf16", one_of=TENSORRT_PAYLOADS)
+    """Attention DP: what hidden states travel in to the experts; fp4 (NVFP4, packed) takes 3.6 times fewer bytes."""
     layers_per_engine: int = limited(0, least=0, most=1024)
     """Layers of one engine: a build holds about twice its weights in memory. 0: all layers in one."""
     mtp: bool = True

@@ -116,10 +116,12 @@ def _warnings(case: Case) -> list[str]:
 def _decisions(case: Case) -> tuple[Decision, ...]:
     """Where the numbers come from."""
     engine, (library, targets) = _engine(case), resolve(case.config)
-    moe = networks(case.config, case.arch)[0].moe
+    spec = networks(case.config, case.arch)[0]
+    sent = f"each rank sends {spec.sent_per_token:,} bytes a token through {spec.last_layer - spec.first_layer} layers"
     return (
         Decision("library", library, f"it builds for {listed(targets)}", "engine.tensorrt.library"),
-        Decision("moe", moe, "TensorRT's own layer is for SM100, SM103 and SM110, and BF16 experts", "engine.tensorrt.moe"),
+        Decision("moe", spec.moe, "TensorRT's own layer is for SM100, SM103 and SM110, and BF16 experts", "engine.tensorrt.moe"),
+        *([Decision("exchange", f"{spec.exchange}, {spec.gather}", sent, "engine.tensorrt.exchange")] if spec.ranks > 1 else []),
         Decision("expanded_from", engine.expanded_from, "as configured", "engine.tensorrt.expanded_from"),
         Decision("max_batch_size", engine.max_batch_size, "as configured", "engine.tensorrt.max_batch_size"),
         Decision("max_seq_len", engine.max_seq_len, "as configured", "engine.tensorrt.max_seq_len"),

@@ -137,7 +137,8 @@ def refuse_disagreement(found: list[Comparison]) -> None:
         if not item.mean_kl <= (LIMIT_KL if item.activations == "float32" else float("inf")):
             raise StageError(
                 f"The network does not compute the model: {item.what} is {item.mean_kl:.2g} nats a token from the reference, above "
-                f"{LIMIT_KL:g}, with activations in {item.activations}. Nothing is built; report it with the checkpoint's formats."
+                f"{LIMIT_KL:g}, with activations in {item.activations}. Nothing is built: raise engine.tensorrt.moe_capacity or "
+                "exchange_share where they leave tokens out; else report it with the checkpoint's formats."
             )
 
 
@@ -152,7 +153,8 @@ def _work(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     wide = {name: table | {"dtype": "float32"} for name, table in built.items()}
     found: list[Comparison] = []
     with torch.inference_mode():
-        model = reference(checkpoint)
+        first = next(iter(built.values()))
+        model = reference(checkpoint, travel=first["gather"] if first["ranks"] > 1 else "bf16")
         for tables in (wide, built) if wide != built else (built,):
             networks = Networks(checkpoint, request["library"], tables, folder)
             found += agreement(networks, model, request["tokens"])

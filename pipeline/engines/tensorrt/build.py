@@ -20,6 +20,7 @@ from pipeline.core.jsonio import write_json
 from pipeline.core.stage import StageContext
 from pipeline.engines.companions import copy_companions, eos_token_ids
 from pipeline.engines.tensorrt.library import installed_version
+from pipeline.engines.tensorrt.network.collectives import refuse_unlike
 from pipeline.engines.tensorrt.network.linear import BUILT_AS
 from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.engines.tensorrt.networks import name_of, networks
@@ -29,6 +30,8 @@ from pipeline.engines.tensorrt.targets import resolve, unsupported
 from pipeline.engines.tensorrt.worker import WEIGHTS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pipeline.config.schema import TensorrtEngineConfig
 
 __all__ = ["build"]
@@ -119,7 +122,16 @@ class _Work:
             tables = {name: self.specs[name].plain() for name in names}
             made = self.run("worker", names[0], task="build", specs=tables)["built"]
             built |= {name: self._placed(name, made[name], fingerprints.get(name)) for name in names}
+            self._refuse_unlike_ranks(built)
         return built
+
+    def _refuse_unlike_ranks(self, built: Mapping[str, Mapping[str, Any]]) -> None:
+        """What ranks exchange in networks of the same part must be the same; TensorRT does not look."""
+        parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
+        for name, facts in built.items():
+            parts.setdefault(name.partition("_")[2], {})[name] = facts["collectives"]
+        for ranks in parts.values():
+            refuse_unlike(ranks)
 
     def _placed(self, name: str, made: dict[str, Any], fingerprint: str | None) -> dict[str, Any]:
         """Put a built engine where it belongs; what engine.json says of it."""
@@ -132,8 +144,10 @@ class _Work:
             if self.library == "tensorrt_rtx":
                 check_header(self.ctx.out / file, self.targets)
         how = f"{facts['bytes'] / 1e6:,.1f} MB in {made['seconds']:.1f} s" if made["engine"] == name else f"as {made['engine']}"
-        self.ctx.progress.note(f"{name}: {facts['layers']} layers, {how}, peak {made['peak_bytes'] / 1e9:.2f} GB")
-        return {"file": file} | self.specs[name].plain() | facts
+        spec, sent = self.specs[name], self.specs[name].sent_per_token
+        wire = f", {sent:,} bytes a token to other ranks" if sent else ""
+        self.ctx.progress.note(f"{name}: {facts['layers']} layers, {how}, peak {made['peak_bytes'] / 1e9:.2f} GB{wire}")
+        return {"file": file} | spec.plain() | facts | ({"sent_bytes_per_token": sent} if sent else {})
 
     def weights(self) -> dict[str, Any]:
         """One file a rank, shared by its engines."""

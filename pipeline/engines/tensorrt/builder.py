@@ -6,6 +6,7 @@ Runs in a process of its own (`worker.py`), because TensorRT ends the process on
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from pipeline.core.errors import StageError
 from pipeline.engines.tensorrt.definition import Definition
 from pipeline.engines.tensorrt.library import installed_version
+from pipeline.engines.tensorrt.network.collectives import KIND as COLLECTIVE
 
 __all__ = ["build", "describe", "fingerprint", "listing"]
 
@@ -119,10 +121,11 @@ def _monitor(trt: Any, advance: Callable[[int], None], stopped: Callable[[], boo
 
 
 def describe(net: Definition) -> dict[str, Any]:
-    """Inputs and outputs as the runtime has to bind them, and what the network is."""
+    """Inputs and outputs as the runtime has to bind them, what the ranks exchange, and what the network is."""
     return {
         "inputs": {tensor.name: _tensor(net, tensor) for tensor in _each(net.definition, "input")},
         "outputs": {tensor.name: _tensor(net, tensor) for tensor in _each(net.definition, "output")},
+        "collectives": list(_collectives(net)),
         "layers": net.definition.num_layers,
         "network": fingerprint(net),
     }
@@ -142,6 +145,16 @@ def _tensor(net: Definition, tensor: Any) -> dict[str, Any]:
     if tensor.name in net.shape_inputs:
         facts["values"] = list(net.shape_inputs[tensor.name])
     return facts
+
+
+def _collectives(net: Definition) -> Iterator[dict[str, Any]]:
+    """Each with what this rank brings; `row_bytes` are those of what one token brings."""
+    for layer, inputs, _ in _layers(net):
+        if _kind(layer) == COLLECTIVE:
+            brought = inputs[0]
+            shape, size = list(brought.shape), net.numpy[brought.dtype].itemsize
+            row = size * math.prod(dim for dim in shape if dim > 0)
+            yield {"collective": layer.metadata, "dtype": brought.dtype.name, "shape": shape, "row_bytes": row}
 
 
 def listing(net: Definition) -> str:

@@ -44,6 +44,10 @@ class Graph(Definition):
         """max(a, b)"""
         return self._binary("MAX", a, b)
 
+    def minimum(self, a: Tensor, b: Tensor) -> Tensor:
+        """min(a, b)"""
+        return self._binary("MIN", a, b)
+
     def less(self, a: Tensor, b: Tensor) -> Tensor:
         """a < b"""
         return self._binary("LESS", a, b)
@@ -72,6 +76,10 @@ class Graph(Definition):
     def abs(self, a: Tensor) -> Tensor:
         """|a|"""
         return self.one("add_unary", a, self.trt.UnaryOperation.ABS)
+
+    def round(self, a: Tensor) -> Tensor:
+        """To the nearest whole number, ties to the even one."""
+        return self.one("add_unary", a, self.trt.UnaryOperation.ROUND)
 
     def sigmoid(self, a: Tensor) -> Tensor:
         """1 / (1 + exp(-a))"""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pipeline.core.errors import ConfigError
-from pipeline.engines.tensorrt.network.spec import FORMS, Parallel, Spec
+from pipeline.engines.tensorrt.network.spec import FORMS, FP4_BLOCK, Exchange, Parallel, Payload, Spec
 from pipeline.engines.tensorrt.targets import moe_lowering, resolve
 from pipeline.models.arch import Arch
 
@@ -34,6 +34,13 @@ def refuse_impossible(config: Config, arch: Arch) -> list[str]:
         problems.append(
             f"The TensorRT engine spreads experts over all ranks: set parallel.ep={ranks} and parallel.pp=1, or leave them out."
         )
+    if parallel == "tp" and (settings.exchange, settings.gather) != ("gather", "bf16"):
+        problems.append(
+            "engine.tensorrt.exchange and engine.tensorrt.gather are for tokens that ranks have apart; with parallel.attention_dp="
+            "false all ranks have all tokens: leave them out, or set parallel.attention_dp=true."
+        )
+    if settings.gather == "fp4" and arch.hidden_size % FP4_BLOCK:
+        problems.append(f"engine.tensorrt.gather=fp4 needs a hidden size of whole blocks of {FP4_BLOCK}, not {arch.hidden_size}.")
     if settings.max_seq_len > arch.max_position_embeddings:
         problems.append(
             f"engine.tensorrt.max_seq_len={settings.max_seq_len} exceeds the model's {arch.max_position_embeddings} positions: "
@@ -59,6 +66,7 @@ def networks(config: Config, arch: Arch) -> list[Spec]:
     if problems := refuse_impossible(config, arch):
         raise ConfigError("\n".join(problems))
     ranks, parallel = layout_of(config)
+    exchange = cast(Exchange, settings.exchange)
     moe = moe_lowering(settings.moe, library, targets, config.quant.routed_experts)
     draft = bool(settings.mtp and arch.num_nextn_predict_layers)
     chunk = min(settings.prefill_chunk, settings.max_seq_len)
@@ -67,7 +75,8 @@ def networks(config: Config, arch: Arch) -> list[Spec]:
         Spec(
             arch=arch, form=form, dtype=settings.dtype, max_batch=shapes[form][0], max_tokens=shapes[form][1],
             max_seq_len=settings.max_seq_len, first_layer=first, last_layer=last, mtp=draft, rank=rank, ranks=ranks,
-            parallel=parallel, moe=moe, moe_capacity=settings.moe_capacity,
+            parallel=parallel, moe=moe, moe_capacity=settings.moe_capacity, exchange=exchange,
+            exchange_share=settings.exchange_share if exchange == "all_to_all" else 1.0, gather=cast(Payload, settings.gather),
         )
         for rank in range(ranks)
         for form in FORMS

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import Checkpoint
+from pipeline.engines.tensorrt.weights import travel_scale
 from pipeline.formats import FORMATS
 from pipeline.formats.fp8_channel import FP8_CHANNEL
 from pipeline.formats.numerics import Float32, decode_e4m3, encode_e4m3
@@ -42,14 +43,16 @@ ROUNDINGS: dict[str, Rounding] = {"nvfp4": _nvfp4, "fp8": _fp8, "fp8_channel": _
 """Format of the weights -> what becomes of the activations [N, K]; not listed: nothing."""
 
 
-def reference(checkpoint: Checkpoint) -> deepseek_v3.DeepseekV3:
-    """The model of a checkpoint, in float32."""
+def reference(checkpoint: Checkpoint, *, travel: str = "bf16") -> deepseek_v3.DeepseekV3:
+    """The model of a checkpoint, in float32. With `travel="fp4"` tokens are rounded on their way to the experts, too."""
     state = {name: torch.from_numpy(np.array(entry.dequantized())) for name, entry in checkpoint.entries.items()}
     model = deepseek_v3.build(checkpoint.arch, state)
     scales = _input_scales(checkpoint)
     for name, module in model.named_modules():
         entry = checkpoint.entries.get(f"{name}.weight")
         folded = name.endswith("kv_b_proj")  # both of its factors are dequantised in the engine
+        if travel == "fp4" and (expert := re.fullmatch(r"(.*)\.experts\.\d+\.(gate|up)_proj", name)):
+            module.register_forward_pre_hook(_hook(_nvfp4, travel_scale(checkpoint.entries, expert[1])))
         if entry is not None and isinstance(module, torch.nn.Linear) and entry.format.name in ROUNDINGS and not folded:
             module.register_forward_pre_hook(_hook(ROUNDINGS[FORMATS[entry.format.name].name], scales.get(_stack(name), 1.0)))
     return model

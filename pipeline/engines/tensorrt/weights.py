@@ -6,9 +6,10 @@ they are copied into scratch files, which are mapped too: their pages belong to 
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,11 @@ import numpy as np
 from pipeline.checkpoint import Checkpoint, Entry
 from pipeline.core.errors import StageError
 from pipeline.engines.tensorrt.network.linear import NATIVE, Named, Stored, repack_int4
+from pipeline.engines.tensorrt.network.payload import LARGEST
 from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.formats.numerics import BF16, Array, Float32
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "travel_scale"]
 
 
 class Weights:
@@ -82,6 +84,10 @@ class Weights:
         stack = self._counted(self._stack(f"{prefix}.experts.{kind}_proj", parts))
         return Named(f"{stack.name}.weight", stack.tensors["weight"])
 
+    def travel_scale(self, prefix: str) -> Named:
+        """See the function."""
+        return Named(f"{prefix}.gather_scale", np.array(travel_scale(self._entries, prefix), np.float32))
+
     def _native(self, entry: Entry) -> Stored:
         """As it is stored where the engine can hold that, else in BF16."""
         name, tensors = entry.format.name, entry.load()
@@ -128,3 +134,12 @@ def _fits(name: str, tensors: dict[str, Array], shape: tuple[int, ...]) -> bool:
         return shape[1] % 128 == 0
     zeros = tensors.get("weight_zero_point")
     return zeros is None or not zeros.any()
+
+
+def travel_scale(entries: Mapping[str, Entry], prefix: str) -> float:
+    """The scale of the whole tensor for hidden states in NVFP4 before the experts of `prefix`; see `network/payload.py`."""
+    experts = [entry for name, entry in entries.items() if re.match(rf"{re.escape(prefix)}\.experts\.\d+\.(gate|up)_proj", name)]
+    if all(entry.format.name == "nvfp4" for entry in experts):
+        return max(float(entry.load()["input_scale"].reshape(())) for entry in experts)
+    norm = entries[f"{prefix.removesuffix('.mlp')}.post_attention_layernorm.weight"].dequantized()
+    return float(np.abs(norm).max()) * len(norm) ** 0.5 / LARGEST

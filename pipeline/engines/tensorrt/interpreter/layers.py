@@ -37,6 +37,7 @@ _ELEMENTWISE: dict[str, Callable[[Array, Array], Array]] = {
 }  # fmt: skip
 _UNARY: dict[str, Callable[[Array], Array]] = {
     "SQRT": np.sqrt, "RECIP": np.reciprocal, "ABS": np.abs, "NEG": np.negative, "EXP": np.exp, "NOT": np.logical_not,
+    "ROUND": np.rint,
 }  # fmt: skip
 _REDUCE: dict[str, Callable[..., Array]] = {"SUM": np.sum, "AVG": np.mean, "MAX": np.max, "MIN": np.min}
 

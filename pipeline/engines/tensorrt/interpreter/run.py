@@ -1,8 +1,11 @@
-"""The interpreter's loop: values by tensor name, layers in order, collectives over ranks."""
+"""The interpreter's loop: values by tensor name, layers in order, collectives over ranks.
+
+Ranks run in one process (`run_ranks`), or each in its own (`drive`), whose caller carries the values between them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +13,14 @@ import numpy as np
 
 from pipeline.core.errors import StageError
 from pipeline.engines.tensorrt.definition import Definition
-from pipeline.engines.tensorrt.interpreter.layers import LAYERS
+from pipeline.engines.tensorrt.interpreter.layers import LAYERS, wide
 from pipeline.engines.tensorrt.interpreter.special import SPECIAL
-from pipeline.formats.numerics import BF16, Array
+from pipeline.engines.tensorrt.network.collectives import KIND as COLLECTIVE
+from pipeline.engines.tensorrt.network.collectives import Collective
+from pipeline.formats.numerics import Array
 
-__all__ = ["CLASSES", "Interpreter", "run_ranks"]
+__all__ = ["CLASSES", "Exchange", "Interpreter", "drive", "exchanged", "run_ranks"]
 
-COLLECTIVE = "DIST_COLLECTIVE"
 CLASSES = {
     "CONSTANT": "IConstantLayer", "ELEMENTWISE": "IElementWiseLayer", "UNARY": "IUnaryLayer", "ACTIVATION": "IActivationLayer",
     "REDUCE": "IReduceLayer", "TOPK": "ITopKLayer", "GATHER": "IGatherLayer", "MATRIX_MULTIPLY": "IMatrixMultiplyLayer",
@@ -34,9 +38,11 @@ CLASSES = {
 class Exchange:
     """What a rank brings to a collective."""
 
-    operation: str
-    """As `network/collectives.py` notes it in the layer's metadata."""
+    collective: Collective
     value: Array
+
+    def __str__(self) -> str:
+        return f"{self.collective} of {self.value.dtype}{list(self.value.shape)}"
 
 
 class Interpreter:
@@ -71,7 +77,7 @@ class Interpreter:
         for kind, layer in self._layers:
             inputs = [self._value(layer.get_input(index)) for index in range(layer.num_inputs)]
             if kind == COLLECTIVE:
-                results: Any = ((yield Exchange(layer.metadata, inputs[0])),)
+                results: Any = ((yield Exchange(Collective.parse(layer.metadata), inputs[0])),)
             elif kind == "CONSTANT":
                 results = (self._constants[layer.get_output(0).name](),)
             elif kind in SPECIAL:
@@ -114,21 +120,46 @@ def run_ranks(ranks: Sequence[Interpreter], feeds: Sequence[Mapping[str, Array]]
                 done.append(stop.value)
         if not asked:
             return done
-        if done or len({exchange.operation for exchange in asked}) > 1:
-            waiting = sorted({exchange.operation for exchange in asked})
-            raise StageError(f"The ranks do not agree: {len(done)} have ended while others wait in {', '.join(waiting)}.")
-        answers = list(_exchange(asked))
+        if done:
+            raise StageError(f"The ranks do not agree: {len(done)} have ended while others wait in {asked[0]}.")
+        answers = [exchanged(asked, rank) for rank in range(len(asked))]
 
 
-def _exchange(asked: Sequence[Exchange]) -> Sequence[Array]:
-    """What each rank takes away; sums in float32, in the order of ranks."""
-    operation, values = asked[0].operation, [exchange.value for exchange in asked]
+def drive(
+    rank: Interpreter, feeds: Mapping[str, Array], number: int, meet: Callable[[Exchange], Sequence[Exchange]]
+) -> dict[str, Array]:
+    """Run one rank of several: `meet` shows the others what this one brings, and returns what all brought, by rank."""
+    running, answer = rank.steps(feeds), None
+    while True:
+        try:
+            asked = running.send(answer)  # type: ignore[arg-type]
+        except StopIteration as stop:
+            return stop.value
+        answer = exchanged(meet(asked), number)
+
+
+def exchanged(asked: Sequence[Exchange], rank: int) -> Array:
+    """What a rank takes away; sums in float32, in the order of ranks.
+
+    Raises:
+        StageError: the ranks of its group brought something else, or to another collective.
+    """
+    mine = asked[rank]
+    group = [asked[member] for member in mine.collective.group if member < len(asked)]
+    if len(group) < len(mine.collective.group) or len({str(each) for each in group}) > 1 or rank not in mine.collective.group:
+        raise StageError(f"The ranks do not agree: rank {rank} waits in {mine}, others in {_others(asked, mine)}.")
+    operation, values = mine.collective.operation, [wide(each.value) for each in group]
+    place = mine.collective.group.index(rank)
     if operation == "ALL_GATHER":
-        return [np.concatenate(values)] * len(values)
-    wide = [value.astype(np.float32) if value.dtype == BF16 else value for value in values]
-    total = np.sum(wide, axis=0)
+        return np.concatenate(values)
+    if operation == "ALL_TO_ALL":
+        return np.concatenate([np.split(value, len(values))[place] for value in values])
     if operation == "ALL_REDUCE":
-        return [total] * len(values)
+        return np.sum(values, axis=0)
     if operation == "REDUCE_SCATTER":
-        return np.split(total, len(values))
+        return np.split(np.sum(values, axis=0), len(values))[place]
     raise StageError(f"The collective {operation} is not one that the interpreter computes.")
+
+
+def _others(asked: Sequence[Exchange], mine: Exchange) -> str:
+    return ", ".join(sorted({str(each) for each in asked} - {str(mine)})) or "the same"

@@ -5,8 +5,7 @@
     dispatch   tokens are copied to `capacity` places of each expert, then batched products. With fewer places than tokens
                an expert may get more than it has room for: those are left out, counted, and the count is an output
 
-With several ranks, tokens and their routing are gathered, every rank computes its experts for all of them, and the sum is
-scattered back (attention data parallelism) or reduced (tensor parallelism, where all ranks have the same tokens).
+With several ranks, `exchange.py` brings tokens to the experts and their results back.
 
 Shape legend: N tokens, E experts of this rank, K experts a token, I expert width, H hidden, C capacity.
 """
@@ -16,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.engines.tensorrt.graph import Graph, Tensor
-from pipeline.engines.tensorrt.network.collectives import all_gather, all_reduce, reduce_scatter
+from pipeline.engines.tensorrt.network.exchange import there_and_back
 from pipeline.engines.tensorrt.network.norm import swiglu
 from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.engines.tensorrt.weights import Weights
@@ -28,15 +27,14 @@ def moe(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor, droppe
     """[N, H] -> [N, H]; the count of tokens left out, if any can be, is appended to `dropped`."""
     with net.scope("router"):
         indices, shares = route(net, spec, weights, prefix, x)
-    tokens = x
-    if spec.ranks > 1 and spec.parallel == "adp":
-        tokens = all_gather(net, spec, x)
-        indices, shares = _gather_routing(net, spec, indices, shares)
-    with net.scope("experts"):
-        lowering = {"dense": _dense, "dispatch": _dispatch, "layer": _layer}[spec.moe]
-        routed = lowering(net, spec, weights, prefix, tokens, indices, shares, dropped)
-    if spec.ranks > 1:
-        routed = reduce_scatter(net, spec, routed) if spec.parallel == "adp" else all_reduce(net, spec, routed)
+    lowering = {"dense": _dense, "dispatch": _dispatch, "layer": _layer}[spec.moe]
+
+    def experts(tokens: Tensor, indices: Tensor, shares: Tensor) -> Tensor:
+        with net.scope("experts"):
+            return lowering(net, spec, weights, prefix, tokens, indices, shares, dropped)
+
+    scale = _travel_scale(net, spec, weights, prefix)
+    routed = there_and_back(net, spec, x, indices, shares, experts, scale, dropped)
     with net.scope("shared"):
         gate, up, down = (weights.matrix(f"{prefix}.shared_experts.{name}_proj") for name in ("gate", "up", "down"))
         return net.add(routed, swiglu(net, x, gate, up, down))
@@ -70,22 +68,32 @@ def _keep_best_groups(net: Graph, choice: Tensor, groups: int, kept: int, expert
     return net.reshape(masked, (-1, experts))
 
 
-def _gather_routing(net: Graph, spec: Spec, indices: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Of all ranks' tokens, in one message: float32 holds expert numbers exactly."""
-    per_token = spec.arch.num_experts_per_tok
-    both = all_gather(net, spec, net.concat([net.float32(indices), shares], 1))
-    return net.cast(net.last(both, 0, per_token), net.trt.DataType.INT32), net.last(both, per_token, 2 * per_token)
+def _travel_scale(net: Graph, spec: Spec, weights: Weights, prefix: str) -> Tensor | None:
+    """Of hidden states that travel in FP4."""
+    if spec.ranks == 1 or spec.gather != "fp4":
+        return None
+    scale = weights.travel_scale(prefix)
+    return net.constant(scale.value.reshape(1, 1, 1), scale.name)
+
+
+def _own(net: Graph, spec: Spec, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each choice is an expert of this rank, and its number among them, their count for others."""
+    count = len(spec.experts)
+    local = net.sub(indices, net.scalar(spec.experts.start, indices))
+    here = net.both(net.less(net.scalar(-1, local), local), net.less(local, net.scalar(count, local)))
+    return here, net.select(here, local, net.scalar(count, local))
 
 
 def _dense(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor, indices: Tensor, shares: Tensor,
            dropped: list[Tensor]) -> Tensor:  # fmt: skip
     """[N, H] -> [N, H], partial where other ranks have experts too."""
-    arch = spec.arch
-    hot = net.one_hot(indices, arch.n_routed_experts, net.trt.DataType.FLOAT)
+    arch, count = spec.arch, len(spec.experts)
+    expert = indices if spec.ranks == 1 else _own(net, spec, indices)[1]
+    hot = net.one_hot(expert, count if spec.ranks == 1 else count + 1, net.trt.DataType.FLOAT)
     combine = net.reduce(net.mul(hot, net.reshape(shares, (-1, arch.num_experts_per_tok, 1))), "SUM", 1, keep=False)
-    combine = net.last(combine, spec.experts.start, spec.experts.stop)
+    combine = net.last(combine, 0, count)
     y = swiglu(net, net.reshape(x, (1, -1, arch.hidden_size)), *weights.experts(prefix, spec.experts))
-    combine = net.reshape(combine, (len(spec.experts), -1, 1), before=(1, 0))
+    combine = net.reshape(combine, (count, -1, 1), before=(1, 0))
     return net.cast(net.reduce(net.mul(net.float32(y), combine), "SUM", 0, keep=False), x.dtype)
 
 
@@ -94,10 +102,8 @@ def _dispatch(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor, 
     """The same; a (token, expert) pair's place is expert * C plus the number of earlier pairs of that expert."""
     arch, kinds = spec.arch, net.trt.DataType
     count, per_token = len(spec.experts), arch.num_experts_per_tok
-    capacity = spec.moe_capacity or spec.max_batch * spec.max_tokens * (spec.ranks if spec.parallel == "adp" else 1)
-    local = net.sub(net.reshape(indices, (-1,)), net.constant(np.array([spec.experts.start], np.int32)))
-    here = net.both(net.less(net.constant(np.array([-1], np.int32)), local), net.less(local, _int(net, count)))
-    expert = net.select(here, local, _int(net, count))
+    capacity = spec.moe_capacity or spec.most_tokens_at_experts
+    here, expert = _own(net, spec, net.reshape(indices, (-1,)))
     hot = net.one_hot(expert, count + 1, kinds.INT32)
     earlier = net.reduce(net.mul(net.running_count(hot), hot), "SUM", 1, keep=False)
     fits = net.both(here, net.less(earlier, _int(net, capacity)))
@@ -121,10 +127,14 @@ def _int(net: Graph, value: int) -> Tensor:
 
 def _layer(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor, indices: Tensor, shares: Tensor,
            dropped: list[Tensor]) -> Tensor:  # fmt: skip
-    """TensorRT's MoE layer, on BF16 weights [E, H, I] and [E, I, H]; it takes a batch dimension."""
+    """TensorRT's MoE layer, on BF16 weights [E, H, I] and [E, I, H]; it takes a batch dimension. It must choose among its own
+    experts, so a choice of another rank's is its first one with a share of 0."""
     arch, per_token = spec.arch, spec.arch.num_experts_per_tok
     stacks = (weights.dequantized_experts(prefix, name, spec.experts) for name in ("gate", "up", "down"))
     gate, up, down = (net.constant(stack.value.swapaxes(1, 2), stack.name) for stack in stacks)
+    if spec.ranks > 1:
+        here, expert = _own(net, spec, indices)
+        indices, shares = net.select(here, expert, net.scalar(0, expert)), net.select(here, shares, net.scalar(0, shares))
     batch = net.reshape(x, (1, -1, arch.hidden_size))
     routing = net.reshape(indices, (1, -1, per_token)), net.reshape(net.cast(shares, x.dtype), (1, -1, per_token))
     layer = net.layer("add_moe", batch, *routing)
