@@ -27,7 +27,7 @@ from plugins.router_gemm import op as gemm
 from plugins.topk_router import op as router
 from plugins.topk_router.reference import route
 
-__all__ = ["FASTEST", "R1", "STEPS", "Fp8", "Layer", "Shape", "Share", "State"]
+__all__ = ["FASTEST", "R1", "STEPS", "Fp8", "Layer", "Shape", "Share", "State", "deviation"]
 
 STEPS = {
     "graph": "captured in a CUDA graph",
@@ -177,6 +177,8 @@ class Layer:
             "q_b": q_b.rows(_times(heads, s.nope + s.rope)), "o": o.columns(_times(heads, s.value)),
             "shared_gate_up": gate_up.halves(width), "shared_down": down.columns(width), **self._experts(),
         }  # fmt: skip
+        self.chosen = torch.empty(0)
+        """Experts I32 [B, K] of the last call."""
         self.bf16: dict[str, Tensor] = {}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -260,7 +262,8 @@ class Layer:
         logits = gemm.router_gemm(x, self.router) if "router_gemm" in on else x.float() @ self.router.float().t()
         choose = router.topk_router if "topk_router" in on else route
         weights, indices = choose(logits, self.bias, s.n_group, s.topk_group, s.top_k, s.routed_scale)
-        return weights, indices.int()
+        self.chosen = indices.int()
+        return weights, self.chosen
 
     def grouped(self, x: Tensor, weights: Tensor, indices: Tensor, on: frozenset[str]) -> Tensor:
         """What this share's experts give. Plain: grouped products over the pairs sorted by expert; others' pairs come last."""
@@ -285,6 +288,15 @@ class Layer:
         if name not in self.bf16:
             self.bf16[name] = self.fp8[name].plain()
         return self.bf16[name]
+
+
+def deviation(added: Tensor, chosen: Tensor, wanted: Tensor, wanted_chosen: Tensor) -> dict[str, float]:
+    """`error`: relative L2 of what the layer adds, [B, H], over tokens whose experts [B, K] are the wanted ones; `rerouted`: share
+    of the others, whose choice was so close that rounding before the router turned it."""
+    same = (chosen.sort(1).values == wanted_chosen.sort(1).values).all(1)
+    right = wanted[same].double()
+    error = float((added[same].double() - right).norm() / right.norm().clamp(min=1e-30))
+    return {"error": error, "rerouted": round(1 - float(same.double().mean()), 4)}
 
 
 def fp8_linear(x: Tensor, weight: Fp8) -> Tensor:

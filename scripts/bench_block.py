@@ -11,8 +11,8 @@ NCCL where each rank has a GPU, R1's shapes; gloo on CPU ranks otherwise, small 
              does (moe_tensor_parallel_size = tp_size), and a copy of every latent: two all-reduces in BF16
     TP+EP    the same with the experts by number (moe_expert_parallel_size = tp_size)
 
-`tokens` counts those of all ranks in a step, `us` is the slowest rank's, `error` the largest of the ranks' relative errors of
-what the layer adds to its input, against the whole layer on one rank.
+`tokens` counts those of all ranks in a step, `us` is the slowest rank's. `error` is relative, of what the layer adds to its input
+against the whole layer on one rank, over tokens with the same experts there; `rerouted` the share of the others; the worst rank's.
 Capacity: bytes of weights and of a token's latent on a rank, and tokens that fit beside the weights of this one layer.
 """
 
@@ -33,10 +33,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from plugins.bench import relative  # noqa: E402
 from plugins.fp4_allgather import op  # noqa: E402
 from plugins.timing import clocked, graph_seconds  # noqa: E402
-from scripts._layer import FASTEST, R1, Layer, Shape, Share, State  # noqa: E402
+from scripts._layer import FASTEST, R1, Layer, Shape, Share, State, deviation  # noqa: E402
 from scripts.bench_collectives import described, largest, start  # noqa: E402
 
 SMALL = Shape(256, 128, 128, 32, 6, 96, 128, experts=6, top_k=2, n_group=2, topk_group=1, width=768, page=16)
@@ -118,15 +117,15 @@ def measured(blocks: dict[str, Block], whole: Layer, counts: Sequence[int], leng
     for count in counts:
         state = State.random(whole.shape, [length] * (count * ranks), device)
         x = torch.randn(count * ranks, whole.shape.hidden, generator=torch.Generator().manual_seed(count)).bfloat16().to(device)
-        wanted, own = whole(x, state, FASTEST) - x, slice(rank * count, (rank + 1) * count)
-        apart = x[own], state.part(own), wanted[own]
+        wanted, own = (whole(x, state, FASTEST) - x, whole.chosen), slice(rank * count, (rank + 1) * count)
+        apart = x[own], state.part(own), [tensor[own] for tensor in wanted]
         for name, block in blocks.items():
             mine = apart if block.share.attention == "dp" else (x, state, wanted)
             for row in variants(block, *mine):
                 yield {"layout": name, "tokens": len(x), "tokens_per_s": round(len(x) / row["us"] * 1e6), **row}
 
 
-def variants(block: Block, x: Tensor, state: State, wanted: Tensor) -> Iterator[dict[str, Any]]:
+def variants(block: Block, x: Tensor, state: State, wanted: Sequence[Tensor]) -> Iterator[dict[str, Any]]:
     """Each precision of the gather, with and without CUDA graph and second stream."""
     block.input_scale = op.common_scale(block.norm(x, block.post_norm, FASTEST))
     precisions = op.PRECISIONS if block.share.attention == "dp" else op.PRECISIONS[:1]
@@ -134,14 +133,14 @@ def variants(block: Block, x: Tensor, state: State, wanted: Tensor) -> Iterator[
         block.precision, on = precision, FASTEST - left_out
         if x.device.type == "cpu" and left_out:
             continue
-        error = relative(block(x, state, on) - x, wanted)
+        differs = deviation(block(x, state, on) - x, block.chosen, *wanted)
         call = lambda on=on: block(x, state, on)  # noqa: E731
         dist.barrier()
         captured = "graph" in on and x.device.type == "cuda"
         seconds = graph_seconds([call] * IN_A_GRAPH) if captured else clocked(call, REPEATS if x.is_cuda else 1)
         where = {"gather": precision if block.share.attention == "dp" else None, "graph": captured, "streams": "streams" in on}
-        slowest, error = largest((seconds, error), x.device)
-        yield where | {"us": round(slowest * 1e6, 2), "error": error}
+        slowest, *worst = largest((seconds, *differs.values()), x.device)
+        yield where | {"us": round(slowest * 1e6, 2), **dict(zip(differs, worst, strict=True))}
 
 
 def capacity_of(name: str, block: Block) -> dict[str, Any]:
@@ -161,7 +160,7 @@ def line(row: dict[str, Any]) -> str:
     """A row for people."""
     how = f"{row['gather'] or '-':6s} {'graph' if row['graph'] else 'eager':5s} {'2 streams' if row['streams'] else '1 stream':9s}"
     speed = f"{row['us']:9.1f} us {row['tokens_per_s']:9,d} tokens/s"
-    return f"{row['layout']:9s} {row['tokens']:5d} {how} {speed}  error {row['error']:.1e}"
+    return f"{row['layout']:9s} {row['tokens']:5d} {how} {speed}  error {row['error']:.1e}, rerouted {row['rerouted']:.1%}"
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def exchanges(x: Tensor, precision: op.Precision, generator: torch.Generator) ->
     sent, received, here = send.tolist(), receive.tolist(), dist.get_rank()
 
     def dispatch(precision: op.Precision = precision) -> Tensor:
-        return op.all_to_all(x[places], sent, received, precision, input_scale=scale)
+        return op.unpack(op.exchange_rows(op.pack(x, precision, scale)[places], sent, received), HIDDEN, precision, scale)
 
     order, begins = places.argsort(stable=True), (goes.sum(1).cumsum(0) - goes.sum(1)).to(x.device)
 

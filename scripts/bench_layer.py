@@ -9,7 +9,8 @@ to BF16 before; each line after it adds a step to all before it (`ladder`), in a
 but one (`without`): without `graph` the same kernels are launched one by one.
 
 `us` is the median of graph replays (without graph: of wall clock). `gain` is the line before over this one, and under `without`
-the layer without the step over the one with all. `error`: relative to the first line, of what the layer adds to its input.
+the layer without the step over the one with all. `error`: relative to the first line, of what the layer adds to its input, over
+tokens that have the same experts there; `rerouted`: share of those that have not (random weights make many choices close).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from plugins.bench import relative  # noqa: E402
 from plugins.timing import clocked, graph_seconds, machine  # noqa: E402
-from scripts._layer import FASTEST, R1, STEPS, Layer, State  # noqa: E402
+from scripts._layer import FASTEST, R1, STEPS, Layer, State, deviation  # noqa: E402
 
 BATCHES, QUICK_BATCHES, LENGTH = (1, 8, 32, 128), (1, 32), 4096
 GPU = torch.device("cuda")
+LINE = "{batch:4d} {kind:7s} {step:16s} {us:9.1f} us  gain {gain:5.2f}  error {error:.1e}, rerouted {rerouted:.1%}"
 WEIGHTS = "random FP8, 128x128 scales; plain lines: the same, dequantised to BF16 before"
 
 
@@ -48,7 +49,7 @@ def main() -> int:
     for batch in QUICK_BATCHES if options.quick else BATCHES:
         for row in measured(layer, batch):
             rows.append(row)
-            print("{batch:4d} {kind:7s} {step:16s} {us:9.1f} us  gain {gain:5.2f}  error {error:.1e}".format(**row), flush=True)
+            print(LINE.format(**row), flush=True)
             if options.json:
                 result = {"rows": rows, "context": LENGTH, "weights": WEIGHTS, "steps": STEPS, **machine()}
                 options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -59,23 +60,25 @@ def measured(layer: Layer, batch: int) -> Iterator[dict[str, Any]]:
     """The ladder, then all steps but one."""
     state = State.random(layer.shape, [LENGTH] * batch, GPU)
     x = torch.randn(batch, layer.shape.hidden, device=GPU, dtype=torch.bfloat16)
-    wanted = layer(x, state, frozenset()) - x
+    wanted = layer(x, state, frozenset()) - x, layer.chosen
     before = us = 0.0
     for count, step in enumerate(("eager", *STEPS)):
-        us, error = timed(layer, x, state, frozenset(list(STEPS)[:count]), wanted)
-        yield {"batch": batch, "kind": "ladder", "step": step, "us": us, "gain": round((before or us) / us, 3), "error": error}
+        us, differs = timed(layer, x, state, frozenset(list(STEPS)[:count]), wanted)
+        yield {"batch": batch, "kind": "ladder", "step": step, "us": us, "gain": round((before or us) / us, 3), **differs}
         before = us
     for step in STEPS:
-        slower, error = timed(layer, x, state, FASTEST - {step}, wanted)
-        yield {"batch": batch, "kind": "without", "step": step, "us": slower, "gain": round(slower / us, 3), "error": error}
+        slower, differs = timed(layer, x, state, FASTEST - {step}, wanted)
+        yield {"batch": batch, "kind": "without", "step": step, "us": slower, "gain": round(slower / us, 3), **differs}
 
 
-def timed(layer: Layer, x: Tensor, state: State, on: frozenset[str], wanted: Tensor) -> tuple[float, float]:
-    """Microseconds, and the error of what is added to x."""
+def timed(
+    layer: Layer, x: Tensor, state: State, on: frozenset[str], wanted: tuple[Tensor, Tensor]
+) -> tuple[float, dict[str, float]]:
+    """Microseconds, and how what is added to x differs."""
     call = lambda: layer(x, state, on)  # noqa: E731
-    error = relative(call() - x, wanted)
+    differs = deviation(call() - x, layer.chosen, *wanted)
     seconds = graph_seconds([call] * 2, replays=10) if "graph" in on else clocked(call)
-    return round(seconds * 1e6, 2), error
+    return round(seconds * 1e6, 2), differs
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from plugins.nvrtc import aligned
 from plugins.quantize import op, reference
 
 __all__ = [
-    "PRECISIONS", "Precision", "all_gather", "all_to_all", "common_scale", "gather_packed", "gather_rows", "pack", "reduce_scatter",
-    "row_bytes", "unpack", "views",
+    "PRECISIONS", "Precision", "all_gather", "all_to_all", "common_scale", "exchange_rows", "gather_packed", "gather_rows", "pack",
+    "reduce_scatter", "row_bytes", "unpack", "views",
 ]  # fmt: skip
 
 Precision = Literal["bf16", "fp8", "nvfp4"]
@@ -147,10 +147,15 @@ def all_to_all(
     if precision == "nvfp4" and input_scale is None:
         input_scale = common_scale(x, group)
     _check(x, precision, None, group)
-    packed = pack(x, precision, input_scale)
+    return unpack(exchange_rows(pack(x, precision, input_scale), send, receive, group), x.shape[1], precision, input_scale)
+
+
+def exchange_rows(packed: Tensor, send: Sequence[int], receive: Sequence[int], group: Group = None) -> Tensor:
+    """Rows [sum(send), B] to ranks, whatever their bytes mean -> [sum(receive), B], by sender. A token for several ranks is packed
+    once and its row repeated."""
     out = packed.new_empty((sum(receive), packed.shape[1]))
     dist.all_to_all_single(out, packed, list(receive), list(send), group=group)
-    return unpack(out, x.shape[1], precision, input_scale)
+    return out
 
 
 def common_scale(x: Tensor, group: Group = None) -> Tensor:
