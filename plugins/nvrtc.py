@@ -21,7 +21,7 @@ from typing import Any
 
 from pipeline.core.errors import MissingToolError, StageError
 
-__all__ = ["Module", "Source", "aligned", "compile_source", "source_text", "tensor_map", "wheels"]
+__all__ = ["Module", "Source", "aligned", "compile_source", "compiler_version", "source_text", "tensor_map", "wheels"]
 
 FLAGS = ("--std=c++17",)
 INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
@@ -158,9 +158,7 @@ def _architecture() -> str:
 
 def _cached(source: bytes, options: Sequence[str]) -> bytes:
     """The cubin from the cache, or compiled into it."""
-    version = (ctypes.c_int(), ctypes.c_int())
-    _compiler().nvrtcVersion(*(ctypes.byref(part) for part in version))
-    known = hashlib.sha256(repr((source, options, version[0].value, version[1].value)).encode()).hexdigest()
+    known = hashlib.sha256(repr((source, options, *compiler_version())).encode()).hexdigest()
     folder = Path(os.environ.get("R1_PIPELINE_CACHE") or Path.home() / ".cache" / "r1-pipeline") / "kernels"
     file = folder / f"{known}.cubin"
     if not file.exists():
@@ -171,13 +169,20 @@ def _cached(source: bytes, options: Sequence[str]) -> bytes:
     return file.read_bytes()
 
 
-def compile_source(source: bytes, options: Sequence[str]) -> bytes:
-    """The cubin of a source; needs NVRTC, but no GPU."""
+def compiler_version() -> tuple[int, int]:
+    """Of NVRTC, as (13, 0); MissingToolError without it."""
+    version = (ctypes.c_int(), ctypes.c_int())
+    _compiler().nvrtcVersion(*(ctypes.byref(part) for part in version))
+    return version[0].value, version[1].value
+
+
+def compile_source(source: bytes, options: Sequence[str], *, ptx: bool = False) -> bytes:
+    """The cubin of a source, or its PTX; needs NVRTC, but no GPU."""
     nvrtc, program, size = _compiler(), ctypes.c_void_p(), ctypes.c_size_t()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None)
     words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     failed = nvrtc.nvrtcCompileProgram(program, len(options), words)
-    what = "ProgramLog" if failed else "CUBIN"
+    what = "ProgramLog" if failed else "PTX" if ptx else "CUBIN"
     getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
     result = ctypes.create_string_buffer(size.value)
     getattr(nvrtc, f"nvrtcGet{what}")(program, result)

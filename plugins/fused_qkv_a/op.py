@@ -86,17 +86,29 @@ def launch(
     """
     q, latent, rope = len(q_norm), len(kv_norm), cache.shape[1] - len(kv_norm)
     with torch.cuda.device(qkv.device):
-        module = SOURCE.module(Q=q, LATENT=latent, ROPE=rope, FP8=int(cache.dtype == FP8))
-        tensors = qkv, q_norm, kv_norm, cos_sin, positions, slots, cache, q_a
-        threads = (q + latent) // 8 + 32
-        module.launch("norm_rope_cache", (len(qkv), 1, 1), threads, *tensors, float(eps), 1.0 / kv_scale, overlap=overlap)
+        module = SOURCE.module(**macros(q, latent, rope, cache.dtype == FP8))
+        arguments = qkv, q_norm, kv_norm, cos_sin, positions, slots, cache, q_a, float(eps), 1.0 / kv_scale
+        module.launch("norm_rope_cache", (len(qkv), 1, 1), threads(q, latent), *arguments, overlap=overlap)
+
+
+def macros(q: int, latent: int, rope: int, fp8: bool) -> dict[str, int]:
+    """What the second kernel is compiled with."""
+    return {"Q": q, "LATENT": latent, "ROPE": rope, "FP8": int(fp8)}
+
+
+def threads(q: int, latent: int) -> int:
+    """Of its CTA: 8 values each, and a warp for the rope."""
+    return (q + latent) // 8 + 32
 
 
 def has_kernel(q_norm: Tensor, kv_norm: Tensor, cache: Tensor) -> bool:
     """Whether the second kernel takes these sizes."""
-    rope = cache.shape[1] - len(kv_norm)
-    threads = (len(q_norm) + len(kv_norm)) // 8 + 32
-    return len(q_norm) % 256 == 0 and len(kv_norm) % 256 == 0 and rope % 8 == 0 and 0 < rope <= 256 and threads <= 1024
+    return fits(len(q_norm), len(kv_norm), cache.shape[1] - len(kv_norm))
+
+
+def fits(q: int, latent: int, rope: int) -> bool:
+    """Whether it splits these sizes into warps."""
+    return q % 256 == 0 and latent % 256 == 0 and rope % 8 == 0 and 0 < rope <= 256 and threads(q, latent) <= 1024
 
 
 @qkv_a.register_fake

@@ -49,30 +49,44 @@ def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> 
     """
     (tokens, hidden), experts = x.shape, weight.shape[0]
     shape = {"HIDDEN": hidden, "EXPERTS": experts, "BF16_OUT": int(logits.dtype == torch.bfloat16)}
-    token_tiles = next(tiles for tiles in (1, 2, 4, 8) if tokens <= 8 * tiles)
-    if experts >= WIDE and token_tiles <= 2 and hidden % (WIDE_WARPS * CHUNK) == 0:
-        with torch.cuda.device(x.device):
-            module = SOURCE.module(WARPS=WIDE_WARPS, DEPTH=WIDE_DEPTH, TOKEN_TILES=token_tiles, **shape)
-            module.launch("router_gemm_wide", (experts // 16, 1, 1), 32 * WIDE_WARPS, x, weight, logits, tokens, overlap=overlap)
-        return
-    if tokens <= FEW_TOKENS and hidden % (FEW_THREADS * 8) == 0:
+    if tokens <= FEW_TOKENS and hidden % (FEW_THREADS * 8) == 0 and not is_wide(tokens, hidden, experts):
         with torch.cuda.device(x.device):
             module = SOURCE.module(TOKENS=tokens, **shape)
             module.launch("router_gemm_few", (experts, 1, 1), FEW_THREADS, x, weight, logits, overlap=overlap)
         return
-    most_warps, expert_tiles = (7, 2) if token_tiles < 8 else (4, 1)
-    chunks = hidden // SPLIT // CHUNK
-    warps = next(count for count in range(most_warps, 0, -1) if chunks % count == 0)
+    name, macros, grid, threads = variant(tokens, hidden, experts)
     with torch.cuda.device(x.device):
-        module = SOURCE.module(SPLIT=SPLIT, WARPS=warps, TOKEN_TILES=token_tiles, EXPERT_TILES=expert_tiles, **shape)
-        grid = (SPLIT, experts // (16 * expert_tiles), 1)
-        module.launch("router_gemm", grid, 32 * warps, x, weight, logits, tokens, overlap=overlap)
+        SOURCE.module(**macros, **shape).launch(name, grid, threads, x, weight, logits, tokens, overlap=overlap)
+
+
+def is_wide(tokens: int, hidden: int, experts: int) -> bool:
+    """Whether CTAs that share nothing are the fastest."""
+    return experts >= WIDE and tokens <= 16 and hidden % (WIDE_WARPS * CHUNK) == 0
+
+
+def variant(
+    tokens: int, hidden: int, experts: int, expert_tiles: int = 0
+) -> tuple[str, dict[str, int], tuple[int, int, int], int]:
+    """Kernel, macros, grid and threads for up to so many tokens; `expert_tiles`: of 16 experts a CTA, 0 for the fastest."""
+    token_tiles = next(tiles for tiles in (1, 2, 4, 8) if tokens <= 8 * tiles)
+    if is_wide(tokens, hidden, experts):
+        macros = {"WARPS": WIDE_WARPS, "DEPTH": WIDE_DEPTH, "TOKEN_TILES": token_tiles}
+        return "router_gemm_wide", macros, (experts // 16, 1, 1), 32 * WIDE_WARPS
+    most_warps, fastest = (7, 2) if token_tiles < 8 else (4, 1)
+    expert_tiles, chunks = expert_tiles or fastest, hidden // SPLIT // CHUNK
+    warps = next(count for count in range(most_warps, 0, -1) if chunks % count == 0)
+    macros = {"SPLIT": SPLIT, "WARPS": warps, "TOKEN_TILES": token_tiles, "EXPERT_TILES": expert_tiles}
+    return "router_gemm", macros, (SPLIT, experts // (16 * expert_tiles), 1), 32 * warps
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel takes this shape on this device."""
-    even = x.shape[1] % (SPLIT * CHUNK) == 0 and weight.shape[0] % 32 == 0
-    return even and len(x) <= MAX_TOKENS and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return fits(len(x), *weight.shape[::-1]) and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def fits(tokens: int, hidden: int, experts: int) -> bool:
+    """Whether there is a kernel of this shape, for sm_90 and later."""
+    return hidden % (SPLIT * CHUNK) == 0 and experts % 32 == 0 and tokens <= MAX_TOKENS
 
 
 @router_gemm.register_fake

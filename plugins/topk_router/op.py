@@ -64,10 +64,15 @@ def launch(
     `overlap`: let it start while the kernel before it on the stream still runs.
     """
     tokens, experts = logits.shape
-    module = SOURCE.module(EXPERTS=experts, GROUPS=n_group, KEPT=topk_group, TOP_K=top_k, NORMALIZE=int(norm_topk_prob))
+    module = SOURCE.module(**macros(experts, n_group, topk_group, top_k, norm_topk_prob))
     with torch.cuda.device(logits.device):
         grid = (-(-tokens // WARPS), 1, 1)
         module.launch("topk_router", grid, 32 * WARPS, logits, bias, weights, indices, tokens, float(scale), overlap=overlap)
+
+
+def macros(experts: int, n_group: int, topk_group: int, top_k: int, norm_topk_prob: bool) -> dict[str, int]:
+    """What the kernel is compiled with."""
+    return {"EXPERTS": experts, "GROUPS": n_group, "KEPT": topk_group, "TOP_K": top_k, "NORMALIZE": int(norm_topk_prob)}
 
 
 def has_kernel(experts: int, n_group: int, topk_group: int, top_k: int) -> bool:

@@ -13,24 +13,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.engines.torch.toolchain import cxx
+from tests._utils.tensorrt_bindings import stand_ins
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*(ROOT / "pipeline" / "engines" / "tensorrt").rglob("*.py"), ROOT / "triton_repo" / "tensorrt" / "1" / "runtime.py"]
 ONLY_RTX = {"ComputeCapability", "IBuilderConfig.num_compute_capabilities", "IBuilderConfig.set_compute_capability"}
 """What only `tensorrt_rtx` has: `builder._set_targets` returns before them for `tensorrt`."""
-FUNCTIONS = (
-    "createInferBuilder_INTERNAL", "createInferRefitter_INTERNAL", "createInferRuntime_INTERNAL", "getBuilderPluginRegistry",
-    "createNvOnnxParserRefitter_INTERNAL", "createNvOnnxParser_INTERNAL", "getNvOnnxParserVersion", "getPluginRegistry",
-    "initLibNvInferPlugins",
-)  # fmt: skip
 OBJECTS = {
     "layer": [], "definition": ["INetworkDefinition"], "builder": ["Builder"], "config": ["IBuilderConfig"],
     "profile": ["IOptimizationProfile"], "_engine": ["ICudaEngine"], "_context": ["IExecutionContext"], "_runtime": ["Runtime"],
@@ -58,16 +52,8 @@ def api(module: str, **env: str) -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    if not find_spec("tensorrt_bindings"):
-        pytest.skip("the bindings of TensorRT 11.4 are not installed: pip install tensorrt-cu13-bindings==11.4.0.106")
-    if not cxx()[0]:
-        pytest.skip("no C++ compiler makes the stand-ins for TensorRT's libraries")
-    folder = tmp_path_factory.mktemp("stand_ins")
-    (folder / "stub.cpp").write_text('extern "C" {' + "".join(f"void* {name}() {{ return 0; }}" for name in FUNCTIONS) + "}")
-    for name in ("nvinfer", "nvinfer_plugin", "nvonnxparser"):
-        command = [cxx()[0], "-shared", "-fPIC", "-o", f"lib{name}.so.11", "stub.cpp"]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return api("tensorrt_bindings", LD_LIBRARY_PATH=str(folder))
+    folder = stand_ins(tmp_path_factory.mktemp("stand_ins"))
+    return api("tensorrt_bindings", LD_LIBRARY_PATH=folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,205 @@
+"""Plugins of TensorRT without TensorRT: launches are the ops', kernels compile, its own Python takes the declarations."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="plugins are torch ops")
+
+from pipeline.core.errors import MissingToolError, StageError  # noqa: E402
+from plugins import nvrtc, trt  # noqa: E402
+from tests._utils.tensorrt_bindings import stand_ins  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+DRIVER = ROOT / "tests" / "_utils" / "tensorrt_plugins.py"
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+ROUTING = {"n_group": 8, "topk_group": 4, "top_k": 8, "scale": 2.5, "norm_topk_prob": True}
+TAIL = [[7, 2112], [1536], [512], [4096, 64], [7], [7], [640, 576]]
+CASES: dict[str, tuple[str, list[list[int]], dict[str, Any]]] = {
+    "topk_router": ("topk_router", [[33, 256], [1, 256]], ROUTING),
+    "router_gemm": ("router_gemm", [[7, 7168], [256, 7168]], {"max_tokens": 8}),
+    "qkv_a": ("router_gemm", [[7, 7168], [2112, 7168]], {"max_tokens": 8}),
+    "norm_rope_cache": ("fused_qkv_a", TAIL, {"kv_scale": 1.0, "eps": 1e-6}),
+    "norm_rope_cache_fp8": ("fused_qkv_a", TAIL, {"kv_scale": 0.5, "eps": 1e-6}),
+    "fp8_quantize": ("quantize", [[7, 7168]], {}),
+}
+"""Plugin -> its folder, shapes of its inputs and attributes, as in DeepSeek-R1."""
+DYNAMIC = {"logits", "x", "qkv", "positions", "slots", "cache"}
+"""Inputs whose first dimension is the step's."""
+DTYPES = {"FLOAT": torch.float32, "BF16": BF16, "FP8": FP8, "INT32": torch.int32, "INT64": torch.int64}
+
+
+def plugin_of(name: str) -> trt.Plugin:
+    return next(each for each in import_module(f"plugins.{CASES[name][0]}.trt").PLUGINS if each.name == name)
+
+
+def kernel_of(name: str, **more: Any) -> trt.Kernel:
+    plugin, (_, shapes, attributes) = plugin_of(name), CASES[name]
+    return plugin.kernel(trt.sizes(plugin, shapes), **attributes, **more)
+
+
+def parameters(source: bytes, name: str) -> list[str]:
+    """Names of a kernel's parameters, in order."""
+    found = re.search(rf"^{name}\(([^)]*)\) \{{$".encode(), source, re.MULTILINE)
+    assert found
+    return [part.split()[-1].lstrip("*") for part in found[1].decode().split(",")]
+
+
+def test_every_declared_plugin_is_tested() -> None:
+    folders = (file.parent.name for file in sorted((ROOT / "plugins").glob("*/trt.py")))
+    declared = {each.name for folder in folders for each in import_module(f"plugins.{folder}.trt").PLUGINS}
+    assert declared == set(CASES)
+
+
+def test_tensorrt_gets_inputs_then_numbers_then_outputs() -> None:
+    kernel = kernel_of("topk_router")
+    source = trt.arranged(plugin_of("topk_router"), kernel)
+    assert parameters(source, "topk_router") == ["logits", "bias", "tokens", "weights", "indices"]
+    assert b"\n  const float scale = (float)0x1.4000000000000p+1;\n" in source
+
+
+def test_an_output_in_place_is_one_more_parameter() -> None:
+    source = trt.arranged(plugin_of("norm_rope_cache"), kernel_of("norm_rope_cache"))
+    assert parameters(source, "norm_rope_cache")[-3:] == ["cache", "q_a", "written"]
+
+
+def test_a_parameter_that_nothing_gives_a_value_is_refused() -> None:
+    kernel = kernel_of("topk_router")
+    with pytest.raises(StageError, match=r"parameters that its trt\.py gives no value: scale"):
+        trt.arranged(plugin_of("topk_router"), replace(kernel, constants={}))
+    with pytest.raises(StageError, match=r"has no kernel top_k\("):
+        trt.arranged(plugin_of("topk_router"), replace(kernel, name="top_k"))
+
+
+class Recorded(Exception):  # noqa: N818
+    """A launch."""
+
+    def __init__(self, macros: dict[str, int], name: str, grid: Any, threads: int, *arguments: Any, **_: Any) -> None:
+        self.macros, self.name, self.grid, self.threads, self.arguments = macros, name, tuple(grid), threads, arguments
+
+
+class Recorder:
+    """In place of a kernel's source: a launch is raised."""
+
+    def module(self, **macros: int) -> Any:
+        def launch(*arguments: Any, **options: Any) -> None:
+            raise Recorded(macros, *arguments, **options)
+
+        return type("Module", (), {"launch": staticmethod(launch)})
+
+
+def launched(name: str, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """What the op launches for the same tensors."""
+    plugin, (folder, shapes, attributes) = plugin_of(name), CASES[name]
+    op = import_module(f"plugins.{folder}.op")
+    inputs = [torch.zeros(shape, dtype=DTYPES[kind]) for shape, kind in zip(shapes, plugin.inputs.values(), strict=True)]
+    outputs = [
+        torch.zeros(shape, dtype=DTYPES[kind])
+        for shape, kind in zip(plugin.shapes(trt.sizes(plugin, shapes), **attributes), plugin.outputs.values(), strict=True)
+    ]
+    monkeypatch.setattr(op, "SOURCE", Recorder())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    run = {
+        "topk_router": lambda: op.launch(*inputs, *outputs, **ROUTING), "fp8_quantize": lambda: op.launch_fp8(*inputs, *outputs),
+        **dict.fromkeys(("router_gemm", "qkv_a"), lambda: op.launch(*inputs, *outputs)),
+        **dict.fromkeys(("norm_rope_cache", "norm_rope_cache_fp8"), lambda: op.launch(*inputs, outputs[0], **attributes)),
+    }  # fmt: skip
+    with pytest.raises(Recorded) as caught:
+        run[name]()
+    return caught.value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_launches_are_those_of_the_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same kernel, macros, grid and threads; whole numbers and constants have the values that the op hands over."""
+    kernel = kernel_of(name)
+    order = parameters(nvrtc.source_text(kernel.source), kernel.name)
+    found = launched(name, monkeypatch)
+    assert (found.name, found.macros, found.grid, found.threads) == (kernel.name, kernel.macros, kernel.grid, kernel.threads)
+    given = {key: value for key, value in zip(order, found.arguments, strict=True) if not isinstance(value, torch.Tensor)}
+    assert given == {**kernel.numbers, **kernel.constants}
+
+
+def test_digests_tell_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trt, "compiler_version", lambda: (13, 0))
+    plugin, kernel = plugin_of("topk_router"), kernel_of("topk_router")
+    scaled = replace(kernel, constants={"scale": 1.0})
+    others = [(kernel, 100, ROUTING), (scaled, 90, ROUTING), (kernel, 90, ROUTING | {"top_k": 6})]
+    known = trt.digest(plugin, kernel, 90, ROUTING)
+    assert known == trt.digest(plugin, kernel_of("topk_router"), 90, dict(reversed(ROUTING.items())))
+    assert len({known, *(trt.digest(plugin, *other) for other in others)}) == 4
+    monkeypatch.setattr(trt, "compiler_version", lambda: (13, 1))
+    assert trt.digest(plugin, kernel, 90, ROUTING) != known
+
+
+def has_nvrtc() -> bool:
+    try:
+        nvrtc.compiler_version()
+    except MissingToolError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_nvrtc(), reason="no NVRTC here")
+@pytest.mark.parametrize("sm", [90, 100])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile_ahead_of_time(name: str, sm: int) -> None:
+    """PTX with the entry and its parameters, and a cubin of that chip with its symbol, for each tactic."""
+    plugin = plugin_of(name)
+    for tactic in plugin.tactics or (0,):
+        kernel = kernel_of(name, **({"tactic": tactic} if plugin.tactics else {}))
+        text = trt.ptx(plugin, kernel, sm).decode()
+        entry = re.search(rf"\.visible \.entry {kernel.name}\((.*?)\)", text, re.DOTALL)
+        assert f".target sm_{sm}" in text and entry
+        sizes = re.findall(r"\.param \.u(\d+)", entry[1])
+        assert sizes == ["64"] * len(plugin.inputs) + ["32"] * len(kernel.numbers) + ["64"] * len(plugin.outputs)
+        options = (f"--gpu-architecture=sm_{sm}", *nvrtc.FLAGS, *(f"-D{key}={value}" for key, value in kernel.macros.items()))
+        cubin = nvrtc.compile_source(trt.arranged(plugin, kernel), options)
+        assert cubin.startswith(b"\x7fELF") and f".text.{kernel.name}\0".encode() in cubin
+
+
+@pytest.fixture(scope="module")
+def taken_through(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Every case through `tensorrt.plugin` of 11.4; its libraries, registry and expressions are stand-ins."""
+    folder = stand_ins(tmp_path_factory.mktemp("stand_ins"))
+    cases = [
+        {
+            "module": f"plugins.{module}.trt", "plugin": name, "sm": 90, "shapes": shapes, "attributes": attributes,
+            "dynamic": [[0] if each in DYNAMIC else [] for each in plugin_of(name).inputs],
+            "tactic": max(plugin_of(name).tactics, default=0),
+        }
+        for name, (module, shapes, attributes) in CASES.items()
+    ]  # fmt: skip
+    command = [sys.executable, "-P", str(DRIVER), json.dumps(cases), *([] if has_nvrtc() else ["uncompiled"])]
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"LD_LIBRARY_PATH": folder, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensorrt_takes_the_declaration(name: str, taken_through: dict[str, dict[str, Any]]) -> None:
+    plugin, found, (_, shapes, attributes) = plugin_of(name), taken_through[name], CASES[name]
+    kernel = kernel_of(name, **({"tactic": max(plugin.tactics)} if plugin.tactics else {}))
+    assert found["shapes"] == [list(shape) for shape in plugin.shapes(trt.sizes(plugin, shapes), **attributes)]
+    assert found["types"] == list(plugin.outputs.values())
+    assert found["formats"] == [*plugin.inputs.values(), *plugin.outputs.values()]
+    aliases = [plugin.aliases.get(output) for output in plugin.outputs]
+    assert found["aliases"] == [-1 if alias is None else list(plugin.inputs).index(alias) for alias in aliases]
+    assert found["attributes"] == attributes and found["tactics"] == list(plugin.tactics)
+    assert found["kernel"] == kernel.name and kernel.name in found["compiled"]
+    grid = {f"grid_{axis}": size for axis, size in zip("xyz", kernel.grid, strict=True)}
+    assert found["launch"] == {**grid, "block_x": kernel.threads, "block_y": 1, "block_z": 1, "shared_mem": kernel.shared}
+    assert found["numbers"] == list(kernel.numbers.values())
