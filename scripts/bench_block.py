@@ -13,16 +13,17 @@ NCCL where each rank has a GPU, R1's shapes; gloo on CPU ranks otherwise, small 
 
 `tokens` counts those of all ranks in a step, `us` is the slowest rank's. `error` is relative, of what the layer adds to its input
 against the whole layer on one rank, over tokens with the same experts there; `rerouted` the share of the others; the worst rank's.
-Capacity: bytes of weights and of a token's latent on a rank, and tokens that fit beside the weights of this one layer.
+Rows without `exchange` leave the collectives out (each rank goes on with what it last received): the difference is what they cost
+in place, waiting for the slower rank included. Capacity: bytes of weights and of a token's latent on a rank, and tokens that fit
+beside the weights of this one layer.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ from scripts.bench_collectives import described, largest, start  # noqa: E402
 
 SMALL = Shape(256, 128, 128, 32, 6, 96, 128, experts=6, top_k=2, n_group=2, topk_group=1, width=768, page=16)
 LAYOUTS = {"ADP{}+EP{}": ("dp", "number"), "TP{}": ("tp", "width"), "TP{}+EP{}": ("tp", "number")}
-TOKENS, QUICK_TOKENS, LENGTH = (1, 8, 32, 128), (8,), 4096
+TOKENS, QUICK_TOKENS, LENGTH = (1, 8, 32, 128, 512), (8,), 4096
+LEFT_OUT: tuple[set[str], ...] = (set(), {"streams"}, {"graph"}, {"graph", "streams"}, {"exchange"})
 CACHE_SHARE = 0.9
 """Of a GPU's memory that weights and cache may take."""
 IN_A_GRAPH, REPEATS = 4, 10
@@ -84,6 +86,9 @@ class Block(Layer):
     """NVFP4's, calibrated."""
     sizes: Sequence[int] | None = None
     """Tokens of each rank under attention data parallelism, where they differ."""
+    exchange: bool = True
+    """False: nothing is sent, and `seen` is what came last."""
+    seen: Tensor
 
     def attention(self, x: Tensor, state: State, on: frozenset[str]) -> Tensor:
         """As `Layer`'s, summed over heads."""
@@ -100,13 +105,15 @@ class Block(Layer):
         weights, indices = self.route(x, on)
         beside = torch.cat((weights.view(torch.int32), indices), dim=1).view(torch.uint8)
         rows = torch.cat((op.pack(x, self.precision, self.input_scale), beside), dim=1)
-        rows = op.gather_rows(rows, self.sizes)
-        everyone = op.unpack(rows, x.shape[1], self.precision, self.input_scale)
+        if self.exchange:
+            self.seen = op.gather_rows(rows, self.sizes)
+        everyone, rows = op.unpack(self.seen, x.shape[1], self.precision, self.input_scale).contiguous(), self.seen
         weights, indices = (half.contiguous() for half in rows[:, -beside.shape[1] :].view(torch.int32).chunk(2, dim=1))
-        return op.reduce_scatter(self.grouped(everyone.contiguous(), weights.view(torch.float32), indices, on), self.sizes)
+        out = self.grouped(everyone, weights.view(torch.float32), indices, on)
+        return op.reduce_scatter(out, self.sizes) if self.exchange else out[: len(x)]
 
     def _summed(self, out: Tensor) -> Tensor:
-        if self.share.attention == "tp":
+        if self.share.attention == "tp" and self.exchange:
             dist.all_reduce(out)
         return out
 
@@ -126,21 +133,26 @@ def measured(blocks: dict[str, Block], whole: Layer, counts: Sequence[int], leng
 
 
 def variants(block: Block, x: Tensor, state: State, wanted: Sequence[Tensor]) -> Iterator[dict[str, Any]]:
-    """Each precision of the gather, with and without CUDA graph and second stream."""
+    """Each precision of the gather, with and without CUDA graph, second stream and collectives."""
     block.input_scale = op.common_scale(block.norm(x, block.post_norm, FASTEST))
-    precisions = op.PRECISIONS if block.share.attention == "dp" else op.PRECISIONS[:1]
-    for precision, left_out in itertools.product(precisions, (set(), {"streams"}, {"graph"}, {"graph", "streams"})):
-        block.precision, on = precision, FASTEST - left_out
-        if x.device.type == "cpu" and left_out:
-            continue
-        differs = deviation(block(x, state, on) - x, block.chosen, *wanted)
-        call = lambda on=on: block(x, state, on)  # noqa: E731
-        dist.barrier()
-        captured = "graph" in on and x.device.type == "cuda"
-        seconds = graph_seconds([call] * IN_A_GRAPH) if captured else clocked(call, REPEATS if x.is_cuda else 1)
-        where = {"gather": precision if block.share.attention == "dp" else None, "graph": captured, "streams": "streams" in on}
-        slowest, *worst = largest((seconds, *differs.values()), x.device)
-        yield where | {"us": round(slowest * 1e6, 2), **dict(zip(differs, worst, strict=True))}
+    apart, gpu = block.share.attention == "dp", x.is_cuda
+    for block.precision in op.PRECISIONS if apart else op.PRECISIONS[:1]:
+        for left_out in LEFT_OUT if gpu else LEFT_OUT[:1]:
+            on = FASTEST - left_out
+            differs = deviation(block(x, state, on) - x, block.chosen, *wanted)
+            block.exchange = "exchange" not in left_out
+            seconds = timed(lambda on=on: block(x, state, on), gpu and "graph" in on)
+            slowest, *worst = largest((seconds, *differs.values()), x.device)
+            how = {"graph": gpu and "graph" in on, "streams": "streams" in on, "exchange": block.exchange}
+            block.exchange = True
+            row = {"gather": block.precision if apart else None, **how, "us": round(slowest * 1e6, 2)}
+            yield row | dict(zip(differs, worst, strict=True))
+
+
+def timed(call: Callable[[], Tensor], captured: bool) -> float:
+    """Seconds of one call, begun by all ranks together."""
+    dist.barrier()
+    return graph_seconds([call] * IN_A_GRAPH) if captured else clocked(call, REPEATS if torch.cuda.is_available() else 1)
 
 
 def capacity_of(name: str, block: Block) -> dict[str, Any]:
@@ -159,6 +171,7 @@ def capacity_of(name: str, block: Block) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     """A row for people."""
     how = f"{row['gather'] or '-':6s} {'graph' if row['graph'] else 'eager':5s} {'2 streams' if row['streams'] else '1 stream':9s}"
+    how += "" if row["exchange"] else " no exchange"
     speed = f"{row['us']:9.1f} us {row['tokens_per_s']:9,d} tokens/s"
     return f"{row['layout']:9s} {row['tokens']:5d} {how} {speed}  error {row['error']:.1e}, rerouted {row['rerouted']:.1%}"
 

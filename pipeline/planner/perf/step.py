@@ -14,7 +14,7 @@ from pipeline.planner.perf.work import Array, Columns, imbalance, touched
 
 __all__ = [
     "COEFFICIENTS", "FIRST_TOKEN", "LIMIT", "SHARES", "SWITCHES", "accepted", "bounded", "decode_terms", "draft_terms",
-    "prefill_terms",
+    "link_speed", "prefill_terms", "start_s",
 ]  # fmt: skip
 
 COEFFICIENTS: dict[str, tuple[float, float]] = {
@@ -103,16 +103,25 @@ def comm_s(cols: Columns, e: Mapping[str, Array], tokens: Array) -> tuple[Array,
     """Latency and transfer of all collectives for `tokens` tokens of a rank."""
     shard, tp = cols.shard, cols.tp
     many = tp > 1
-    reach = 1 + np.log2(np.maximum(tp, 1)) / 3  # 2 at 8 ranks
     reduces = 2 * shard.layers
     reduce_bytes = reduces * tokens * shard.hidden * 2 * 2 * (tp - 1) / tp
     chosen = (tp - 1) * (1 - (1 - 1 / cols.ep) ** shard.top_k)  # ranks other than its own that a token goes to
     chosen = np.where(cols.remote, np.minimum(shard.groups, chosen) * cols.remote, chosen)  # once a node, then over NVLink
     distinct = np.where(cols.alltoall, chosen, tp - 1)
     moe_bytes = shard.moe_layers * tokens * shard.hidden * distinct * (cols.payload + 2)
-    latency = np.where(cols.adp, 2 * shard.moe_layers * e["alltoall_us"], reduces * e["allreduce_us"]) * 1e-6 * reach / 2
-    speed = cols.nvlink * np.where(cols.remote, e["network"], e["link"])
-    return many * latency, many * np.where(cols.adp, moe_bytes, reduce_bytes) / speed
+    latency = np.where(cols.adp, 2 * shard.moe_layers, reduces) * start_s(cols, e)
+    return many * latency, many * np.where(cols.adp, moe_bytes, reduce_bytes) / link_speed(cols, e)
+
+
+def start_s(cols: Columns, e: Mapping[str, Array]) -> Array:
+    """Latency of one collective: an all-reduce, or half of what carries tokens to experts and back under attention DP."""
+    reach = 1 + np.log2(np.maximum(cols.tp, 1)) / 3  # 2 at 8 ranks
+    return np.where(cols.adp, e["alltoall_us"], e["allreduce_us"]) * 1e-6 * reach / 2
+
+
+def link_speed(cols: Columns, e: Mapping[str, Array]) -> Array:
+    """Bytes a second that a rank receives of a collective."""
+    return cols.nvlink * np.where(cols.remote, e["network"], e["link"])
 
 
 def decode_terms(cols: Columns, e: Mapping[str, Array], batch: Array, context: Array) -> dict[str, Array]:
