@@ -12,6 +12,14 @@ __device__ __forceinline__ void wait_for_inputs() {
 #endif
 }
 
+// The same, but the next kernel begins when all before this one is complete: that it may read before it waits.
+__device__ __forceinline__ void wait_before_next() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // 16 bytes that are read once: not kept in L1, and whole 256 bytes at a time from memory.
 __device__ __forceinline__ uint4 load_once(const void* from) {
 #ifdef __CUDA_ARCH__
@@ -90,3 +98,28 @@ __device__ __forceinline__ u32 e2m1(float value) {
 __device__ __forceinline__ float decode_e2m1(u32 code) {
   return __uint_as_float((code & 7u) << 22 | (code & 8u) << 28) * 0x1p126f;
 }
+
+// Largest of the values of LANES neighbours in a warp.
+template <int LANES>
+__device__ __forceinline__ u32 group_top(u32 top) {
+#pragma unroll
+  for (int distance = 1; distance < LANES; distance *= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
+  return top;
+}
+
+constexpr u32 LEAST_AMAX = 0x2F00;  // 2^-33 in BF16: groups of zeros must not divide by zero
+
+// A group that shares a scale, from its largest magnitude as BF16 bits.
+struct Fp8Group {
+  float amax;
+  __device__ __forceinline__ Fp8Group(u32 top) : amax(__uint_as_float(max(top, LEAST_AMAX) << 16)) {}
+  __device__ __forceinline__ float scale() const { return __fdiv_rn(amax, 448.f); }
+  __device__ __forceinline__ uint2 codes(uint4 v) const {  // of eight BF16
+    const float inverse = __fdiv_rn(448.f, amax);
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+    u32 pairs[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) pairs[w] = e4m3_pair(first_of(words[w]) * inverse, second_of(words[w]) * inverse);
+    return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+  }
+};

@@ -21,7 +21,7 @@ from typing import Any
 
 from pipeline.core.errors import MissingToolError, StageError
 
-__all__ = ["Module", "Source", "aligned", "compile_source", "compiler_version", "source_text", "tensor_map", "wheels"]
+__all__ = ["Module", "Source", "aligned", "compile_source", "compiler_version", "processors", "source_text", "tensor_map", "wheels"]
 
 FLAGS = ("--std=c++17",)
 INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
@@ -29,8 +29,8 @@ STATIC_SHARED = 48 << 10
 """More shared memory than this a kernel must be allowed."""
 TENSOR_MAP, PROMOTE_256B = 128, 3
 """sizeof(CUtensorMap); CU_TENSOR_MAP_L2_PROMOTION_L2_256B"""
-TENSOR_MAP_KINDS = {1: (0, 0), 2: (9, 3)}
-"""Of elements of 1 and 2 bytes: CU_TENSOR_MAP_DATA_TYPE_UINT8 or _BFLOAT16, _SWIZZLE_NONE or _128B"""
+TENSOR_MAP_KINDS, SWIZZLE_128B = {1: 0, 2: 9, 4: 7}, 3
+"""Of elements of 1, 2 and 4 bytes: CU_TENSOR_MAP_DATA_TYPE_UINT8, _BFLOAT16, _FLOAT32"""
 PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 MAX_DYNAMIC_SHARED = 8
@@ -116,19 +116,31 @@ def aligned(tensor: Any) -> Any:
     return whole.clone() if whole.data_ptr() % 16 else whole
 
 
-def tensor_map(matrix: Any, rows: int) -> Any:
-    """CUtensorMap of a matrix [R, C] for TMA copies of `rows` x 64, swizzled by 128 bytes if BF16: a kernel argument, by value."""
-    return _tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0), matrix.element_size(), rows)
+@functools.cache
+def processors(device: Any) -> int:
+    """Multiprocessors of a torch device."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def tensor_map(matrix: Any, rows: int, columns: int = 64, swizzle: bool | None = None) -> Any:
+    """CUtensorMap of a matrix [R, C] for TMA copies of `rows` x `columns`: a kernel argument, by value.
+
+    `swizzle`: 16-byte pieces of 128-byte rows in the matrix instructions' order; only BF16's unless said.
+    """
+    kind = matrix.element_size(), matrix.element_size() == 2 if swizzle is None else swizzle
+    return _tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0), *kind, rows, columns)
 
 
 @functools.lru_cache(maxsize=1024)
-def _tensor_map(pointer: int, height: int, width: int, stride: int, element: int, rows: int) -> Any:
+def _tensor_map(pointer: int, height: int, width: int, stride: int, element: int, swizzle: bool, rows: int, columns: int) -> Any:
     space = (ctypes.c_ubyte * (2 * TENSOR_MAP))()
     encoded = (ctypes.c_ubyte * TENSOR_MAP).from_buffer(space, -ctypes.addressof(space) % TENSOR_MAP)
     sizes, pitches = (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(stride * element)
-    box, steps = (ctypes.c_uint32 * 2)(64, rows), (ctypes.c_uint32 * 2)(1, 1)
-    kind, swizzle = TENSOR_MAP_KINDS[element]
-    described = kind, 2, ctypes.c_void_p(pointer), sizes, pitches, box, steps, 0, swizzle, PROMOTE_256B, 0
+    box, steps, order = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1), SWIZZLE_128B if swizzle else 0
+    kind = TENSOR_MAP_KINDS[element]
+    described = kind, 2, ctypes.c_void_p(pointer), sizes, pitches, box, steps, 0, order, PROMOTE_256B, 0
     _ok(_driver().cuTensorMapEncodeTiled(encoded, *described), f"describe a [{height}, {width}] matrix for TMA")
     return encoded
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from pipeline.core.errors import ConfigError
-from plugins.moe_grouped_gemm import plain
+from plugins.moe_grouped_gemm import launch, plain
+from plugins.nvrtc import aligned
 from plugins.quantize.reference import FP8, FP8_GROUP, NVFP4_GROUP
 
 __all__ = ["moe_fp8_block", "moe_permute", "moe_w4a16_nvfp4"]
@@ -26,7 +27,10 @@ __all__ = ["moe_fp8_block", "moe_permute", "moe_w4a16_nvfp4"]
 @torch.library.custom_op("r1_pipeline::moe_permute", mutates_args=(), device_types="cuda")
 def moe_permute(indices: Tensor, experts: int, first_expert: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """indices [T, K] -> offsets I32 [E + 1], pairs I32 [T * K] by expert (-1 after the last), slots I32 [T * K] (-1: not ours)"""
-    return plain.permute(indices, experts, first_expert)
+    if not 0 < experts <= launch.PERMUTE_THREADS or not indices.numel():
+        return plain.permute(indices, experts, first_expert)
+    with torch.cuda.device(indices.device):
+        return launch.permute(indices.int(), experts, first_expert, launch.MOST_ROWS[False])[:3]
 
 
 @torch.library.custom_op("r1_pipeline::moe_fp8_block", mutates_args=(), device_types="cuda")
@@ -43,7 +47,10 @@ def moe_fp8_block(
     """-> BF16 [T, H]"""
     _check_routes(x, indices, weights)
     _check_fp8(x, gate_up, gate_up_scale, down, down_scale)
-    return plain.fp8_block(x, indices, weights, gate_up, gate_up_scale, down, down_scale, first_expert)
+    matrices = (gate_up, gate_up_scale), (down, down_scale)
+    if not launch.has_kernel(x, matrices[0], indices.shape[1]):
+        return plain.fp8_block(x, indices, weights, *matrices[0], *matrices[1], first_expert)
+    return _launched(x, indices, weights, matrices, first_expert)
 
 
 @torch.library.custom_op("r1_pipeline::moe_w4a16_nvfp4", mutates_args=(), device_types="cuda")
@@ -62,8 +69,19 @@ def moe_w4a16_nvfp4(
     """-> BF16 [T, H]"""
     _check_routes(x, indices, weights)
     _check_nvfp4(x, gate_up, gate_up_scale, gate_up_scale_2, down, down_scale, down_scale_2)
-    arguments = gate_up, gate_up_scale, gate_up_scale_2, down, down_scale, down_scale_2
-    return plain.nvfp4(x, indices, weights, *arguments, first_expert)
+    matrices = (gate_up, gate_up_scale, gate_up_scale_2), (down, down_scale, down_scale_2)
+    if not launch.has_kernel(x, matrices[0], indices.shape[1]):
+        return plain.nvfp4(x, indices, weights, *matrices[0], *matrices[1], first_expert)
+    return _launched(x, indices, weights, matrices, first_expert)
+
+
+def _launched(
+    x: Tensor, indices: Tensor, weights: Tensor, matrices: tuple[launch.Weights, launch.Weights], first_expert: int
+) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if len(x):
+        launch.experts(aligned(x), indices.int(), aligned(weights), *matrices, out, first_expert)
+    return out
 
 
 @moe_permute.register_fake

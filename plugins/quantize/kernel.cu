@@ -6,7 +6,6 @@
 
 #include "../numerics.cuh"
 
-constexpr u32 LEAST_AMAX = 0x2F00;  // 2^-33 in BF16: groups of zeros must not divide by zero
 constexpr u32 ROW = COLUMNS / 8, QUADS = COLUMNS / 64;  // pieces of a row; words of four NVFP4 scales
 
 __device__ __forceinline__ u32 first_piece() { return blockIdx.x * (THREADS * UNROLL) + threadIdx.x; }
@@ -20,13 +19,6 @@ __device__ __forceinline__ void load(uint4 (&v)[UNROLL], const uint4* x, u32 fir
   }
 }
 
-template <int LANES>
-__device__ __forceinline__ u32 group_top(u32 top) {
-#pragma unroll
-  for (int distance = 1; distance < LANES; distance *= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
-  return top;
-}
-
 // x [rows, COLUMNS] -> codes[row * code_stride + piece], scales[row * row_stride + group * group_stride]
 extern "C" __global__ void __launch_bounds__(THREADS)
 fp8_quantize(const uint4* __restrict__ x, uint2* __restrict__ codes, float* __restrict__ scales, u32 pieces, u32 code_stride,
@@ -37,15 +29,11 @@ fp8_quantize(const uint4* __restrict__ x, uint2* __restrict__ codes, float* __re
   load(v, x, first, pieces);
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
-    const u32 piece = first + i * THREADS, row = piece / ROW, top = max(group_top<16>(top_of(v[i])), LEAST_AMAX);
+    const u32 piece = first + i * THREADS, row = piece / ROW;
+    const Fp8Group group(group_top<16>(top_of(v[i])));
     if (piece >= pieces) continue;
-    const float amax = __uint_as_float(top << 16), inverse = __fdiv_rn(448.f, amax);
-    const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-    u32 pairs[4];
-#pragma unroll
-    for (int w = 0; w < 4; ++w) pairs[w] = e4m3_pair(first_of(words[w]) * inverse, second_of(words[w]) * inverse);
-    codes[row * code_stride + piece % ROW] = make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
-    if (piece % 16 == 0) scales[row * row_stride + piece % ROW / 16 * group_stride] = __fdiv_rn(amax, 448.f);
+    codes[row * code_stride + piece % ROW] = group.codes(v[i]);
+    if (piece % 16 == 0) scales[row * row_stride + piece % ROW / 16 * group_stride] = group.scale();
   }
 }
 

@@ -28,6 +28,8 @@ struct dim3_ { int x = 1, y = 1, z = 1; };
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
+static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -141,6 +143,7 @@ static inline float __double2float_ru(double v) { float f = (float)v; return f <
 static inline float __double2float_rd(double v) { float f = (float)v; return f > v ? std::nextafter(f, -INFINITY) : f; }
 static inline int __ffs(uint32_t v) { return __builtin_ffs((int)v); }
 static inline int __popc(uint32_t v) { return __builtin_popcount(v); }
+static inline int atomicAdd(int* p, int v) { const int before = *p; *p += v; return before; }
 static inline void atomicMax(uint32_t* p, uint32_t v) { *p = std::max(*p, v); }
 static inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFFu, b & 0xFFFFu);

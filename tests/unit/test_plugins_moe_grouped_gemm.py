@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from pipeline.core.errors import ConfigError
+from tests._utils.cuda_on_cpu import CudaOnCpu
 
 torch = pytest.importorskip("torch", reason="the ops are torch's")
 
-from plugins.moe_grouped_gemm import op, reference  # noqa: E402
+from plugins.moe_grouped_gemm import op, plain, reference  # noqa: E402
+from plugins.quantize.reference import fp8_quantize  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here"))]
@@ -112,6 +117,73 @@ def test_permutation_groups_pairs_by_expert(device: str) -> None:
         ours = (local >= 0) & (local < here)
         assert torch.equal(slots >= 0, ours) and torch.equal(pairs[slots[ours].long()].long(), ours.nonzero().flatten())
         assert (pairs[int(offsets[-1]) :] == -1).all() and len(pairs) == len(slots) == tokens * chosen
+
+
+SIGNATURES = {
+    "moe_permute": "const int*, int*, int*, int*, int4*, int, int, int, int, int, int",
+    "moe_gather_fp8": "const uint4*, const int*, uint2*, float*, int",
+    "moe_gather_bf16": "const uint4*, const int*, u32*",
+    "moe_finalize": "const uint4*, const float*, const int*, uint4*",
+}
+HIDDEN, TOP_K = 512, 3
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> CudaOnCpu:
+    defines = {"HIDDEN": HIDDEN, "TOP_K": TOP_K}
+    return CudaOnCpu(Path(op.__file__).with_name("route.cu"), SIGNATURES, defines, tmp_path_factory.mktemp("route"))
+
+
+@pytest.mark.parametrize("align", [1, 4])
+@pytest.mark.parametrize(("tokens", "here", "everywhere", "first"), [(1, 4, 4, 0), (401, 7, 11, 2), (5, 3, 40, 37), (9, 1, 3, 2)])
+def test_permuting_kernel_vs_reference(kernels: CudaOnCpu, tokens: int, here: int, everywhere: int, first: int, align: int) -> None:
+    indices, _ = routes(tokens, TOP_K, everywhere)
+    count, most = indices.numel(), 8
+    capacity = count + (align - 1) * min(count, here)
+    offsets, pairs, slots = (np.full(size, -7, np.int32) for size in (here + 1, capacity, count))
+    work = np.full((1 + min(count, here + count // most), 4), -7, np.int32)
+    sizes = count, capacity, here, first, most, align
+    kernels.launch("moe_permute", (1, 1, 1), 1024, indices.numpy(), offsets, pairs, slots, work, *sizes)
+    wanted_offsets, wanted_pairs, wanted_slots = (tensor.numpy() for tensor in plain.permute(indices, here, first))
+    rows = np.diff(wanted_offsets)
+    np.testing.assert_array_equal(np.diff(offsets), -(-rows // align) * align)
+    for begin, wanted, number in zip(offsets, wanted_offsets, rows, strict=False):  # an expert's pairs come in no order
+        assert sorted(pairs[begin : begin + number]) == sorted(wanted_pairs[wanted : wanted + number])
+    assert (pairs == -1).sum() == capacity - rows.sum()
+    np.testing.assert_array_equal(slots >= 0, wanted_slots >= 0)
+    np.testing.assert_array_equal(pairs[slots[slots >= 0]], np.flatnonzero(slots >= 0))
+    tiles = [[e, offsets[e], number] for e, number in enumerate(rows) for _ in range(-(-number // most))]
+    found = work[1 : 1 + len(tiles)]
+    assert work[0, 0] == len(tiles) and found[:, [0, 2, 3]].tolist() == tiles
+    assert found[:, 1].tolist() == [[expert for expert, *_ in tiles].index(e) for e, *_ in tiles]
+
+
+def test_gathering_kernels_vs_reference(kernels: CudaOnCpu) -> None:
+    x, pairs = torch.randn(4, HIDDEN).bfloat16(), np.array([7, 0, 11, 2, -1, -1], np.int32)
+    bits, tokens = x.view(torch.int16).numpy(), pairs[:4] // TOP_K
+    codes, scales = np.full((6, HIDDEN), 0x55, np.uint8), np.full((HIDDEN // 128, 8), -1, np.float32)
+    kernels.launch("moe_gather_fp8", (6, 1, 1), 256, bits, pairs, codes, scales, 8)
+    wanted, wanted_scales = fp8_quantize(x[tokens])
+    np.testing.assert_array_equal(codes[:4], wanted.view(torch.uint8).numpy())
+    np.testing.assert_array_equal(scales[:, :4].T, wanted_scales.numpy())
+    assert (codes[4:] == 0x55).all() and (scales[:, 4:] == -1).all()
+    rows = np.full((6, HIDDEN), 0x5555, np.int16)
+    kernels.launch("moe_gather_bf16", (6, 1, 1), 256, bits, pairs, rows)
+    column = np.arange(HIDDEN)
+    place = column // 256 * 256 + column // 8 % 8 * 32 + column % 4 * 8 + column // 64 % 4 * 2 + column // 4 % 2
+    assert len(set(place)) == HIDDEN
+    np.testing.assert_array_equal(rows[:4, place], bits[tokens])
+    assert (rows[4:] == 0x5555).all()
+
+
+def test_adding_kernel_vs_reference(kernels: CudaOnCpu) -> None:
+    rows, weights = torch.randn(9, HIDDEN).bfloat16(), torch.rand(3, TOP_K)
+    slots = torch.tensor([3, -1, 8, -1, -1, -1, 0, 1, 2], dtype=torch.int32)
+    rows[5] = torch.nan
+    out = np.full((3, HIDDEN), 0x7FFF, np.int16)
+    kernels.launch("moe_finalize", (3, 1, 1), 256, rows.view(torch.int16).numpy(), weights.numpy(), slots.numpy(), out)
+    found, wanted = torch.from_numpy(out).view(torch.bfloat16), plain.finalize(rows, weights, slots)
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=0)
 
 
 def test_ops_are_known_to_export() -> None:

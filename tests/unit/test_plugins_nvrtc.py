@@ -16,6 +16,11 @@ SOURCES = sorted(Path(nvrtc.__file__).parent.glob("*/*.cu"))
 BUILDS = {
     "fused_qkv_a": [{"Q": 1536, "LATENT": 512, "ROPE": 64, "FP8": fp8} for fp8 in (0, 1)],
     "mla_decode": [{"HEADS": heads, "PAGE": 64, "FP8": fp8} for heads, fp8 in ((128, 0), (16, 1))],
+    "moe_grouped_gemm": [
+        {"NVFP4": nvfp4, "SWIGLU": swiglu, "COLUMNS": columns, "ROWS": rows, "HIDDEN": 7168, "TOP_K": 8}
+        for nvfp4 in (0, 1)
+        for swiglu, columns, rows in ((1, 7168, 2048), (0, 2048, 7168))
+    ],
     "kv_quantize": [{"CHUNK": 64, "DIM": 576, "THREADS": 384, "INT8": int8} for int8 in (0, 1)],
     "quantize": [{"COLUMNS": 7168, "UNROLL": count, "THREADS": 256} for count in (1, 2)],
     "nvfp4_convert": [{"EXACT": 0}, {"EXACT": 1}],
@@ -27,7 +32,7 @@ BUILDS = {
     ],
 }
 """Macros of each plugin's kernels."""
-ONLY = {"mla_decode": {"sm_90": "sm_90a"}}
+ONLY = {name: {"sm_90": "sm_90a"} for name in ("mla_decode", "moe_grouped_gemm")}
 """Kernels for one chip alone."""
 
 

@@ -1,0 +1,155 @@
+// FP8 in blocks: products of 128 columns, then their sums times both scales into float32.
+
+#define PLACES_4 "%0,%1,%2,%3"
+#define PLACES_8 PLACES_4 ",%4,%5,%6,%7"
+#define PLACES_16 PLACES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define PLACES_64 PLACES_32 "," \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define SUMS_8(s) FOUR(s, 0), FOUR(s, 4)
+#define SUMS_16(s) SUMS_8(s), FOUR(s, 8), FOUR(s, 12)
+#define SUMS_64(s) SUMS_32(s, 0), SUMS_32(s, 32)
+
+// sum [64, N] = (or +=) a [64, 32] * b [N, 32]^T, both in shared memory
+#define PRODUCT(N, PLACES, SUMS, A, B, ADD) \
+  __device__ __forceinline__ void product(float (&s)[N / 2], u64 a, u64 b, int add) { \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" \
+                 PLACES "}, " A ", " B ", p, 1, 1; }" : SUMS : "l"(a), "l"(b), "r"(add)); \
+  }
+PRODUCT(8, PLACES_4, FOUR(s, 0), "%4", "%5", "%6")
+PRODUCT(16, PLACES_8, SUMS_8(s), "%8", "%9", "%10")
+PRODUCT(32, PLACES_16, SUMS_16(s), "%16", "%17", "%18")
+PRODUCT(64, PLACES_32, SUMS_32(s, 0), "%32", "%33", "%34")
+PRODUCT(128, PLACES_64, SUMS_64(s), "%64", "%65", "%66")
+
+constexpr int SCALES = 1;  // the number of a barrier
+
+struct Scales {
+  const float* blocks[2];  // of both halves' weights, along the columns
+  float ahead[2];          // 32 of them, one a lane
+  __device__ __forceinline__ Scales(const float* all, const Item& item) {
+    for (int half = 0; half < 2; ++half) {
+      const int row = min(item.weight_row(half), (item.expert + 1) * HEIGHT - BLOCK);
+      blocks[half] = all + (size_t)(row / BLOCK) * STEPS;
+    }
+  }
+  __device__ __forceinline__ void fetch(int step) {
+    for (int half = 0; half < 2; ++half) ahead[half] = __ldg(blocks[half] + min(step + (int)threadIdx.x % 32, STEPS - 1));
+  }
+};
+
+template <int N>
+__device__ __forceinline__ void multiply(float (&part)[N / 2], u64 a, u64 b) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) product(part, a + (k * 32 >> 4), b + (k * 32 >> 4), k > 0);
+  wgmma_commit();
+}
+
+template <int N>
+__device__ __forceinline__ void promote(float (&sums)[N / 2], const float (&part)[N / 2], const float* scales, float scale) {
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+    const float2 v = *(const float2*)(scales + 8 * j + threadIdx.x % 4 * 2);
+    const float first = v.x * scale, second = v.y * scale;
+    sums[4 * j] += part[4 * j] * first, sums[4 * j + 1] += part[4 * j + 1] * second;
+    sums[4 * j + 2] += part[4 * j + 2] * first, sums[4 * j + 3] += part[4 * j + 3] * second;
+  }
+}
+
+// One stage: this warpgroup's 64 rows of both halves. Up to 64 columns the second half's products run while the first is promoted.
+template <int N>
+__device__ __forceinline__ void take_stage(Shared& shared, int stage, float (&sums)[2][N / 2], float first, float second) {
+  const u64 a = descriptor(shared_address(shared.weights[stage]) + threadIdx.x / 128 * (HALF / 2), 16);
+  const u64 b = descriptor(shared_address(shared.rows[stage]), 16);
+  const float* scales = shared.scales[stage];
+  if constexpr (N <= 64) {
+    float part[2][N / 2];
+    wgmma_begin();
+    multiply<N>(part[0], a, b);
+    multiply<N>(part[1], a + (HALF >> 4), b);
+    wgmma_wait<1>();
+    promote<N>(sums[0], part[0], scales, first);
+    wgmma_wait<0>();
+    promote<N>(sums[1], part[1], scales, second);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float part[N / 2];
+      wgmma_begin();
+      multiply<N>(part, a + (half * HALF >> 4), b);
+      wgmma_wait<0>();
+      promote<N>(sums[half], part, scales, half ? second : first);
+    }
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void accumulate(Shared& shared, const Item& item, const float* weight_scales, Turn& turn,
+                                           float (&sums)[2][N / 2]) {
+  Scales scales(weight_scales, item);
+#pragma unroll 1
+  for (int step = 0; step < STEPS; ++step, turn.next()) {
+    if (step % 32 == 0) scales.fetch(step);
+    const float first = __shfl_sync(~0u, scales.ahead[0], step % 32), second = __shfl_sync(~0u, scales.ahead[1], step % 32);
+    barrier_wait(&shared.full[turn.stage], turn.parity);
+    take_stage<N>(shared, turn.stage, sums, first, second);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[turn.stage]);
+  }
+}
+
+// One thread: a stage's weights,
+__device__ __forceinline__ void load_weights(Shared& shared, const Maps& maps, const Item& item, int step, int stage) {
+  barrier_expect(&shared.full[stage], 2 * HALF + item.boxes() * BOX + sizeof(shared.scales[0]));
+  for (int half = 0; half < 2; ++half)
+    copy_tile(shared_address(shared.weights[stage]) + half * HALF, maps.weights, step * STEP, item.weight_row(half),
+              &shared.full[stage]);
+}
+
+// and its activations in boxes of 8 rows, and their scales.
+__device__ __forceinline__ void load_rows(Shared& shared, const Maps& maps, const Item& item, int step, int stage) {
+  u64* full = &shared.full[stage];
+  for (int i = 0; i < item.boxes(); ++i)
+    copy_tile(shared_address(shared.rows[stage]) + i * BOX, maps.rows, step * STEP, item.slot + 8 * i, full);
+  copy_tile(shared_address(shared.scales[stage]), maps.scales, item.slot, step, full);
+}
+
+// Largest magnitudes of the tile's columns, over both warpgroups, into inverses; the scales are written.
+template <int N>
+__device__ __forceinline__ void scale_columns(Shared& shared, const Item& item, const float (&h)[N / 2], float* out_scales,
+                                              int stride) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < N / 4; ++i) {
+    float top = fmaxf(fabsf(h[i / 2 * 4 + i % 2]), fabsf(h[i / 2 * 4 + i % 2 + 2]));
+    for (int distance = 4; distance < 32; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+    if (lane < 4) shared.tops[threadIdx.x / 32][i / 2 * 8 + 2 * lane + i % 2] = top;
+  }
+  rendezvous(SCALES, CONSUMERS);
+  if (threadIdx.x < N) {
+    float top = __uint_as_float(LEAST_AMAX << 16);
+    for (int warp = 0; warp < CONSUMERS / 32; ++warp) top = fmaxf(top, shared.tops[warp][threadIdx.x]);
+    shared.inverse[threadIdx.x] = __fdiv_rn(448.f, top);
+    if (threadIdx.x < item.rows) out_scales[(size_t)item.tile * stride + item.slot + threadIdx.x] = __fdiv_rn(top, 448.f);
+  }
+  rendezvous(SCALES, CONSUMERS);
+}
+
+// silu(gate) * up as codes [slots, ROWS], transposed in pairs of rows g and g + 8.
+template <int N>
+__device__ __forceinline__ void write_inner(Shared& shared, const Item& item, const float (&h)[N / 2], void* out, float* out_scales,
+                                            int stride) {
+  scale_columns<N>(shared, item, h, out_scales, stride);
+  const int lane = threadIdx.x % 32, column = item.tile * BLOCK + threadIdx.x / 32 * 16 + lane % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+    const float2 inverse = *(const float2*)(shared.inverse + 8 * j + lane % 4 * 2);
+    const u32 first = e4m3_pair(h[4 * j] * inverse.x, h[4 * j + 2] * inverse.x);
+    const u32 second = e4m3_pair(h[4 * j + 1] * inverse.y, h[4 * j + 3] * inverse.y);
+    const u32 codes = transposed(first | second << 16);
+    const int row = 8 * j + lane / 4;
+    if (row >= item.rows) continue;
+    u16* to = (u16*)((u8*)out + (size_t)(item.slot + row) * ROWS + column);
+    to[0] = (u16)__byte_perm(codes, 0, 0x20), to[4] = (u16)__byte_perm(codes, 0, 0x31);
+  }
+}

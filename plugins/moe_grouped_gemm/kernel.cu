@@ -1,0 +1,124 @@
+// Grouped products of R1's experts on Hopper, for few rows an expert: weights are the matrix instructions' first operand.
+//
+// A CTA has 256 rows of an expert's weights (SWIGLU: 128 of gate and the same 128 of up, else 256 of down) against up to 128
+// rows of activations, padded to 8, 16, 32, 64 or 128, whichever suffices. A warp keeps a ring of stages full, 128 bytes of
+// each weight row a stage, with the copy engine; two warpgroups take 64 rows of both halves each, so that a thread has gate
+// and up of the same element: silu(gate) * up is quantised and written without a trip to memory. CTAs stay; the work they share is
+// what `moe_permute` found: experts without rows cost nothing. While sums are written, loads for the next work go on.
+//
+// Time is that of reading the weights: 128 KB are on their way to every multiprocessor. Compiled by NVRTC for sm_90a: NVFP4
+// (weights; else FP8 in blocks), SWIGLU, COLUMNS (of a weight row), ROWS (columns of the result).
+
+#include "../numerics.cuh"
+#include "../wgmma.cuh"
+
+constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
+constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;  // of the 3 * 168 that CTAs begin with
+
+#include "work.cuh"
+#if NVFP4
+#include "nvfp4.cuh"
+#else
+#include "fp8.cuh"
+#endif
+
+struct Result {
+  void* rows;     // SWIGLU: FP8 codes or BF16 [slots, ROWS] for the next product, else BF16 [slots, ROWS]
+  float* scales;  // of the codes [ROWS / 128, stride]
+  int stride;
+};
+
+__device__ __forceinline__ float silu(float value) { return __fdividef(value, 1.f + exp2_fast(value * -1.442695041f)); }
+
+// Sums of both halves as BF16 rows.
+template <int N>
+__device__ __forceinline__ void write_outer(const Item& item, const float (&sums)[2][N / 2], const Result& result) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int column = (2 * item.tile + half) * BLOCK + threadIdx.x / 32 * 16 + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+      const u32 pair = transposed(bf16_pair(sums[half][2 * i], sums[half][2 * i + 1]));
+      const int row = i / 2 * 8 + lane / 4;
+      if (row < item.rows && column < ROWS)
+        *(u32*)((u16*)result.rows + (size_t)(item.slot + row) * ROWS + column + i % 2 * 8) = pair;
+    }
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void work_on(Shared& shared, const Item& item, const float* scales, Turn& turn, const Result& result) {
+  float sums[2][N / 2] = {};
+  accumulate<N>(shared, item, scales, turn, sums);
+  if constexpr (SWIGLU) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sums[0][i] = silu(sums[0][i]) * sums[1][i];
+    write_inner<N>(shared, item, sums[0], result.rows, result.scales, result.stride);
+  } else {
+    write_outer<N>(item, sums, result);
+  }
+}
+
+__device__ __forceinline__ void consume(Shared& shared, const int4* work, const float* scales, const Result& result) {
+  Turn turn;
+  const int items = work[0].x * TILES;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const Item item(work, index);
+    if (item.rows <= 8) work_on<8>(shared, item, scales, turn, result);
+    else if (item.rows <= 16) work_on<16>(shared, item, scales, turn, result);
+    else if (item.rows <= 32) work_on<32>(shared, item, scales, turn, result);
+    else if (item.rows <= 64) work_on<64>(shared, item, scales, turn, result);
+#if !NVFP4
+    else work_on<128>(shared, item, scales, turn, result);
+#endif
+  }
+}
+
+// The first stages' weights do not wait for the kernel before this one, which makes the activations.
+__device__ __forceinline__ void produce(Shared& shared, const Maps& maps, const int4* work) {
+  Turn turn;
+  const int items = work[0].x * TILES;
+  bool early = true;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const Item item(work, index);
+    if (early) {
+      for (int step = 0; step < EARLY; ++step) load_weights(shared, maps, item, step, step);
+      wait_before_next();
+    }
+#pragma unroll 1
+    for (int step = 0; step < STEPS; ++step, turn.next()) {
+      if (!early || step >= EARLY) {
+        barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);
+        load_weights(shared, maps, item, step, turn.stage);
+      }
+      load_rows(shared, maps, item, step, turn.stage);
+    }
+    early = false;
+  }
+}
+
+// weights [E * HEIGHT, bytes], rows [slots, COLUMNS]; `scales` and `more_scales` are FP8: of rows [COLUMNS / 128, slots], and F32 of
+// weights [E * HEIGHT / 128, COLUMNS / 128]; NVFP4: of weights, E4M3 [E * HEIGHT, COLUMNS / 16], and F32 of experts [E]
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+moe_product(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap rows,
+            const __grid_constant__ TensorMap scales, const float* __restrict__ more_scales, const int4* __restrict__ work,
+            void* __restrict__ out, float* __restrict__ out_scales, int stride) {
+  extern __shared__ char memory[];
+  Shared& shared = *(Shared*)(memory + (-shared_address(memory) & 1023));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) barrier_init(&shared.full[i], 1), barrier_init(&shared.empty[i], CONSUMERS / 32);
+    publish();
+  }
+  __syncthreads();
+  if (__shfl_sync(~0u, threadIdx.x / 128, 0) == CONSUMERS / 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
+    if (threadIdx.x == CONSUMERS) produce(shared, Maps{&weights, &rows, &scales}, work);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
+    wait_before_next();
+    consume(shared, work, more_scales, Result{out, out_scales, stride});
+  }
+}

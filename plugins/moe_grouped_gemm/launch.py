@@ -1,0 +1,129 @@
+"""The kernels in a row: permute, gather (and quantise), gate+up, down, each token's sum. Nothing is asked of the device.
+
+A form's weights are a tuple: codes and scales (FP8 block), or codes, scales and the experts' scales (NVFP4).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from plugins.nvrtc import Source, aligned, processors, tensor_map
+from plugins.quantize.reference import FP8, FP8_GROUP
+
+__all__ = ["Route", "experts", "finalize", "gather", "has_kernel", "permute", "product"]
+
+KERNEL = Source(Path(__file__).with_name("kernel.cu"), specific=True)
+ROUTE = Source(Path(__file__).with_name("route.cu"))
+MOST_ROWS = {False: 128, True: 64}
+"""Rows of activations of a tile, NVFP4 or not."""
+ALIGN = {False: 4, True: 1}
+"""Where an expert's slots may begin: the copy engine takes scales from multiples of 16 bytes on."""
+COLUMNS = {False: 128, True: 256}
+"""What rows must be multiples of."""
+SHARED = {False: 4 * (2 * 16384 + 16384 + 512) + 9 * 128 * 4 + 1152, True: 3 * (2 * 16384 + 32768 + 4096) + 9 * 64 * 4 + 1152}
+"""Bytes of stages, a tile's largest magnitudes, barriers, and their alignment."""
+PERMUTE_THREADS, GATHER_THREADS, PRODUCT_THREADS = 1024, 256, 384
+HALF, BOX = 128, 8
+"""Rows of weights, and of activations, that one copy takes."""
+Weights = tuple[Tensor, ...]
+Rows = tuple[Tensor, Tensor | None]
+"""Activations, and the scales of FP8 ones."""
+
+
+class Route(NamedTuple):
+    """What `moe_permute` finds."""
+
+    offsets: Tensor
+    pairs: Tensor
+    slots: Tensor
+    work: Tensor
+    """I32 [1 + tiles, 4]"""
+
+
+def has_kernel(x: Tensor, gate_up: Weights, top_k: int) -> bool:
+    """Whether the kernels take these sizes on this device."""
+    unit, hidden, width, nvfp4 = COLUMNS[len(gate_up) == 3], x.shape[1], gate_up[0].shape[1] // 2, len(gate_up) == 3
+    sizes = hidden % unit == 0 and width % unit == 0 and 0 < len(gate_up[0]) <= PERMUTE_THREADS and 0 < top_k <= 32
+    whole = all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in gate_up[: 2 if nvfp4 else 1])
+    return sizes and whole and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+def experts(
+    x: Tensor, indices: Tensor, weights: Tensor, gate_up: Weights, down: Weights, out: Tensor, first: int = 0, overlap: bool = False
+) -> None:
+    """x BF16 [T, H], indices I32 and weights F32 [T, K] -> out BF16 [T, H].
+
+    `overlap`: let the first kernel start while the one before it on the stream still runs.
+    """
+    nvfp4, width = len(gate_up) == 3, gate_up[0].shape[1] // 2
+    with torch.cuda.device(x.device):
+        route = permute(indices, len(gate_up[0]), first, MOST_ROWS[nvfp4], ALIGN[nvfp4], overlap)
+        slots = len(route.pairs)
+        rows = gather(x, route, indices.shape[1], nvfp4)
+        inner = _rows(x, slots, width, nvfp4)
+        product(gate_up, rows, route, inner)
+        outer = x.new_empty((slots, x.shape[1])), None
+        product(down, inner, route, outer)
+        finalize(outer[0], weights, route, out)
+
+
+def permute(indices: Tensor, experts: int, first: int, most: int, align: int = 1, overlap: bool = False) -> Route:
+    """indices I32 [T, K] -> the pairs by expert, from a multiple of `align` on, and tiles of at most `most` of an expert's"""
+    count = indices.numel()
+    capacity = count + (align - 1) * min(count, experts)
+    sizes = (experts + 1,), (capacity,), (count,), (1 + min(count, experts + count // most), 4)
+    route = Route(*(indices.new_empty(size) for size in sizes))
+    module = ROUTE.module(HIDDEN=FP8_GROUP, TOP_K=1)
+    arguments = aligned(indices), *route, count, capacity, experts, first, most, align
+    module.launch("moe_permute", (1, 1, 1), PERMUTE_THREADS, *arguments, overlap=overlap)
+    return route
+
+
+def gather(x: Tensor, route: Route, top_k: int, nvfp4: bool) -> Rows:
+    """The rows of the pairs' tokens: E4M3 [slots, H] and scales F32 [H/128, slots], or BF16 [slots, H] in the kernel's order."""
+    rows, scales = _rows(x, len(route.pairs), x.shape[1], nvfp4)
+    module, grid = ROUTE.module(HIDDEN=x.shape[1], TOP_K=top_k), (len(route.pairs), 1, 1)
+    if scales is None:
+        module.launch("moe_gather_bf16", grid, GATHER_THREADS, x, route.pairs, rows, overlap=True)
+    else:
+        arguments = x, route.pairs, rows, scales, scales.shape[1]
+        module.launch("moe_gather_fp8", grid, GATHER_THREADS, *arguments, overlap=True)
+    return rows, scales
+
+
+def product(weights: Weights, rows: Rows, route: Route, out: Rows, overlap: bool = True) -> None:
+    """Rows times their experts' weights: down's into `out` BF16 [slots, H], gate's and up's as what the next product takes.
+
+    `overlap`: weights are loaded while the kernel before on the stream still runs; what that one waited for includes `route`.
+    """
+    (codes, scales, *rest), (values, value_scales), (result, result_scales) = weights, rows, out
+    columns, swiglu = values.shape[1], codes.shape[1] != result.shape[1]
+    moved = tensor_map(codes.flatten(0, 1), HALF, 128, True), tensor_map(values, BOX, 128 // values.element_size(), True)
+    third = tensor_map(scales.flatten(0, 1), HALF, 16) if value_scales is None else tensor_map(value_scales, 1, 128)
+    nvfp4 = value_scales is None
+    module = KERNEL.module(NVFP4=int(nvfp4), SWIGLU=int(swiglu), COLUMNS=columns, ROWS=result.shape[1])
+    written = result, (result if result_scales is None else result_scales), 0 if result_scales is None else result_scales.shape[1]
+    arguments = *moved, third, (rest[0] if nvfp4 else scales), route.work, *written
+    grid = processors(result.device), 1, 1
+    module.launch("moe_product", grid, PRODUCT_THREADS, *arguments, overlap=overlap, shared=SHARED[nvfp4])
+
+
+def finalize(rows: Tensor, weights: Tensor, route: Route, out: Tensor) -> None:
+    """rows BF16 [slots, H], weights F32 [T, K] -> out BF16 [T, H], in float32 in order of K: the same bits each time."""
+    tokens, hidden = out.shape
+    module = ROUTE.module(HIDDEN=hidden, TOP_K=weights.shape[1])
+    grid = tokens, -(-hidden // (8 * GATHER_THREADS)), 1
+    module.launch("moe_finalize", grid, GATHER_THREADS, rows, weights, route.slots, out, overlap=True)
+
+
+def _rows(like: Tensor, count: int, columns: int, nvfp4: bool) -> Rows:
+    """Space for activations and, for FP8, their scales, a column a row, padded to 16 bytes."""
+    if nvfp4:
+        return like.new_empty((count, columns)), None
+    return like.new_empty((count, columns), dtype=FP8), like.new_empty(
+        (columns // FP8_GROUP, -(-count // 4) * 4), dtype=torch.float32
+    )

@@ -1,0 +1,59 @@
+// What a CTA of `kernel.cu` works on: 256 rows of one expert's weights against at most MOST of its rows of activations.
+
+constexpr int BLOCK = 128;                        // weight rows of a half: gate or up, or one after the other
+constexpr int MOST = NVFP4 ? 64 : 128;            // rows of activations
+constexpr int STEP = NVFP4 ? 256 : 128;           // columns of a stage: 128 bytes of weights a row
+constexpr int STEPS = COLUMNS / STEP, STAGES = NVFP4 ? 3 : 4;
+constexpr int EARLY = STEPS < STAGES ? STEPS : STAGES;  // stages of weights that are loaded before the activations exist
+constexpr int HEIGHT = SWIGLU ? 2 * ROWS : ROWS;  // of an expert's weights
+constexpr int TILES = SWIGLU ? ROWS / BLOCK : (ROWS + 2 * BLOCK - 1) / (2 * BLOCK);
+constexpr int HALF = BLOCK * 128, BOX = 8 * 128;  // bytes of a half's stage, and of 8 rows of activations (64 BF16 or 128 FP8)
+constexpr int PANEL = MOST * 128, PANELS = NVFP4 ? 4 : 1;
+
+static_assert(COLUMNS % STEP == 0 && ROWS % BLOCK == 0, "only whole stages and halves");
+
+// Tiles of the same weights are neighbours: the L2 has them for all but the first.
+struct Item {
+  int expert, tile, slot, rows;
+  __device__ __forceinline__ Item(const int4* work, int index) {
+    const int4 found = work[1 + index / TILES];
+    const int parts = (found.w + MOST - 1) / MOST, place = index - found.y * TILES, part = place % parts;
+    expert = found.x, tile = place / parts, slot = found.z + part * MOST, rows = min(found.w - part * MOST, MOST);
+  }
+  __device__ __forceinline__ int boxes() const { return (rows + 7) / 8; }
+  __device__ __forceinline__ int weight_row(int half) const {
+    return expert * HEIGHT + (SWIGLU ? half * ROWS + tile * BLOCK : (2 * tile + half) * BLOCK);
+  }
+};
+
+struct Shared {
+  char weights[STAGES][2 * HALF], rows[STAGES][PANELS * PANEL];
+#if NVFP4
+  char scales[STAGES][2 * BLOCK * 16];  // of 16 weights each, 16 a row
+#else
+  float scales[STAGES][MOST];           // of the activations' rows
+#endif
+  float tops[8][MOST], inverse[MOST];
+  u64 full[STAGES], empty[STAGES];
+};
+
+// What the copy engine reads.
+struct Maps {
+  const TensorMap *weights, *rows, *scales;
+};
+
+// A place in the ring of stages.
+struct Turn {
+  int stage = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// An 8x8 matrix of BF16 in a warp's registers, transposed.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+  u32 out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+  return out;
+}
