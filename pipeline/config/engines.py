@@ -16,6 +16,7 @@ ENGINES = ("torch", "trtllm", "tensorrt", "vllm")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
 COMPILERS = ("auto", "aoti", "export")
+PLUGINS = ("auto", "off")
 TENSORRT_LIBRARIES = ("auto", "tensorrt", "tensorrt_rtx")
 TENSORRT_WEIGHTS = ("embedded", "inputs", "refit")
 TENSORRT_MOE = ("auto", "dense", "dispatch", "layer")
@@ -122,6 +123,9 @@ class TensorrtEngineConfig:
     """How experts are computed: layer (TensorRT's, SM100/103/110 with tensorrt), dense, dispatch; auto: layer for BF16 experts."""
     moe_capacity: int = limited(0, least=0, most=MOST_TOKENS)
     """moe=dispatch: most tokens an expert takes in a step; more are left out and counted. 0: all."""
+    plugins: str = limited("auto", one_of=PLUGINS)
+    """auto: with tensorrt, kernels of plugins/ in place of native layers, where they take the GPU and the sizes; engine.json says
+    which, and why not the others."""
     exchange: str = limited("gather", one_of=TENSORRT_EXCHANGES)
     """Attention DP: gather brings all tokens to all ranks, all_to_all each to the ranks of its experts."""
     exchange_share: float = limited(1.0, above=0, most=1, hint="0.5 to 1 are usual")

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = ["STAGE", "run"]
 
-
+PLUGIN = ("kernel.cu", "op.py", "reference.py", "trt.py")
+"""Files of a plugin that TensorRT networks use."""
 CODE = {
-    "tensorrt": ("pipeline/models/deepseek_v3.py", "plugins/topk_router/reference.py"),
+    "tensorrt": (
+        "pipeline/models/deepseek_v3.py", "plugins/fused_qkv_a/reference.py", "plugins/nvrtc.py", "plugins/numerics.cuh",
+        "plugins/trt.py", *(f"plugins/{name}/{file}" for name in ("router_gemm", "topk_router") for file in PLUGIN),
+    ),
     "torch": ("plugins/topk_router/reference.py", "triton_repo/torch/1/runtime.py"),
     "vllm": ("pipeline/engines/trtllm/build.py",),
 }

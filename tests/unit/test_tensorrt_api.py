@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,19 @@ from tests._utils.tensorrt_bindings import stand_ins
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*(ROOT / "pipeline" / "engines" / "tensorrt").rglob("*.py"), ROOT / "triton_repo" / "tensorrt" / "1" / "runtime.py"]
+PLUGINS = sorted({*(ROOT / "plugins").glob("trt*.py"), *(ROOT / "plugins").glob("*/trt.py")})
+SOURCES += PLUGINS
 ONLY_RTX = {"ComputeCapability", "IBuilderConfig.num_compute_capabilities", "IBuilderConfig.set_compute_capability"}
 """What only `tensorrt_rtx` has: `builder._set_targets` returns before them for `tensorrt`."""
+ONLY_TENSORRT = {"INetworkDefinition.add_plugin"}
+"""What only `tensorrt` has: `plugins.offered` gives nothing for `tensorrt_rtx`."""
 OBJECTS = {
     "layer": [], "definition": ["INetworkDefinition"], "builder": ["Builder"], "config": ["IBuilderConfig"],
     "profile": ["IOptimizationProfile"], "_engine": ["ICudaEngine"], "_context": ["IExecutionContext"], "_runtime": ["Runtime"],
     "settings": ["IAttention"], "tensor": ["ITensor"],
 }  # fmt: skip
 """Names of variables in our sources -> the classes that they hold; `layer` is any layer."""
-OF_OURS = ("networks.py", "targets.py", "build.py")
+OF_OURS = ("__init__.py", "networks.py", "targets.py", "build.py")
 """Files where such names hold our own configuration."""
 DUMP = r"""
 import importlib, inspect, json, re, sys
@@ -104,12 +109,12 @@ def classes(library: dict[str, dict[str, str]], variable: str) -> list[str]:
 def test_every_class_and_enum_value_exists_in_both(real, rtx) -> None:
     paths = set(used())
     assert len(paths) > 60 and ("INetworkDefinition", "add_kv_cache_update") in paths
-    assert [path for path in sorted(paths) if not has(rtx, path)] == []
+    assert [path for path in sorted(paths) if not has(rtx, path) and ".".join(path) not in ONLY_TENSORRT] == []
     assert [path for path in sorted(paths) if not has(real, path) and path[0] not in ONLY_RTX] == []
 
 
 def test_every_method_has_the_same_signature_in_both(real, rtx) -> None:
-    methods = sorted({path[1] for path in used() if path[0] == "INetworkDefinition"})
+    methods = sorted({path[1] for path in used() if path[0] == "INetworkDefinition" and ".".join(path) not in ONLY_TENSORRT})
     ours, theirs = ({name: library["INetworkDefinition"][name] for name in methods} for library in (rtx, real))
     assert ours == theirs
 
@@ -135,4 +140,20 @@ def test_the_interpreter_knows_the_classes_of_both(real, rtx) -> None:
 
 
 def test_plugins_are_where_tensorrt_has_them_and_rtx_has_not(real: Any, rtx: Any) -> None:
-    assert "add_plugin_v3" in real["INetworkDefinition"] and "add_plugin_v3" not in rtx["INetworkDefinition"]
+    for path in ONLY_TENSORRT:
+        assert has(real, tuple(path.split("."))) and not has(rtx, tuple(path.split(".")))
+
+
+def test_what_plugins_call_of_tensorrt_plugin_exists_there() -> None:
+    """Its Python lies in the wheel; `public_api` marks what it offers."""
+    found = find_spec("tensorrt_bindings")
+    if found is None or found.origin is None:
+        pytest.skip("the bindings of TensorRT 11.4 are not installed")
+    text = "".join(file.read_text(encoding="utf-8") for file in (Path(found.origin).parent / "plugin").glob("_*.py"))
+    offered = set(re.findall(r"@public_api\(\)\s+(?:def|class) (\w+)|public_api\(symbol=\"(\w+)\"", text))
+    called = {
+        parts[1] for source in PLUGINS for node in ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+        if len(parts := dotted(node)) > 1 and parts[0] == "trtp"
+    }  # fmt: skip
+    assert {"register", "aot_impl", "autotune", "KernelLaunchParams", "op"} <= called
+    assert called <= {name for pair in offered for name in pair}

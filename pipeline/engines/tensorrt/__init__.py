@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.core.errors import MissingToolError
 from pipeline.core.gpu import compute_capabilities
 from pipeline.engines.tensorrt.library import INSTALL, installed_version, listed
+from pipeline.engines.tensorrt.plugins import compiler
 from pipeline.engines.tensorrt.process import fixed_addresses
 from pipeline.engines.tensorrt.targets import resolve
 
@@ -23,7 +24,11 @@ __all__ = ["determinism", "requires", "toolchain"]
 def toolchain(config: Config) -> dict[str, str]:
     """The library, its version and the targets."""
     library, targets = resolve(config)
-    return {library: installed_version(library) or "not installed", "targets": " ".join(f"SM{sm}" for sm in targets)}
+    found = {library: installed_version(library) or "not installed", "targets": " ".join(f"SM{sm}" for sm in targets)}
+    assert config.engine.tensorrt is not None
+    if library == "tensorrt" and config.engine.tensorrt.plugins == "auto":
+        found["plugins"] = compiler() or "no compiler"
+    return found
 
 
 def requires(config: Config) -> None:

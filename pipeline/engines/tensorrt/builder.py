@@ -127,6 +127,7 @@ def describe(net: Definition) -> dict[str, Any]:
         "outputs": {tensor.name: _tensor(net, tensor) for tensor in _each(net.definition, "output")},
         "collectives": list(_collectives(net)),
         "layers": net.definition.num_layers,
+        "plugins": net.plugins.plain() if net.plugins else None,
         "network": fingerprint(net),
     }
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from pipeline.core.errors import StageError
 from pipeline.engines.tensorrt.library import process_logger
+from pipeline.engines.tensorrt.plugins import Plugins
 from pipeline.formats.numerics import BF16, E4M3, Array
 
 __all__ = ["Definition", "Tensor", "numpy_dtypes"]
@@ -73,6 +74,9 @@ def _recorder(trt: ModuleType) -> Any:
 
 class Definition:
     """A network under construction."""
+
+    plugins: Plugins | None = None
+    """Kernels of ours that stand for native layers."""
 
     def __init__(self, trt: ModuleType, *, external_weights: bool = False, first_layer: int = 0) -> None:
         """With `first_layer` the names of layers count from it (`layers.+0`), so that alike segments of a model are alike."""

@@ -24,6 +24,7 @@ from pipeline.engines.tensorrt.graph import Graph
 from pipeline.engines.tensorrt.library import load
 from pipeline.engines.tensorrt.network.decoder import define
 from pipeline.engines.tensorrt.network.spec import Spec
+from pipeline.engines.tensorrt.plugins import Plugins
 from pipeline.engines.tensorrt.weights import Weights
 
 __all__ = ["main", "network", "peak_bytes"]
@@ -39,6 +40,7 @@ def network(
     """The network of a `Spec.plain()` table, with its weights. With `external` ones alike segments give the same network."""
     spec = Spec(arch=checkpoint.arch, **table)
     net = Graph(load(library), external_weights=external, first_layer=spec.first_layer if external else 0)
+    net.plugins = Plugins(spec.plugins_for) if spec.plugins_for else None
     weights = Weights(checkpoint, scratch, spec.dtype, values=values)
     define(net, spec, weights)
     return net, weights

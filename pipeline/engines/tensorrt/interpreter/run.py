@@ -17,6 +17,8 @@ from pipeline.engines.tensorrt.interpreter.layers import LAYERS, wide
 from pipeline.engines.tensorrt.interpreter.special import SPECIAL
 from pipeline.engines.tensorrt.network.collectives import KIND as COLLECTIVE
 from pipeline.engines.tensorrt.network.collectives import Collective
+from pipeline.engines.tensorrt.plugins import LAYER as PLUGIN
+from pipeline.engines.tensorrt.plugins import interpreted
 from pipeline.formats.numerics import Array
 
 __all__ = ["CLASSES", "Exchange", "Interpreter", "drive", "exchanged", "run_ranks"]
@@ -58,6 +60,8 @@ class Interpreter:
 
     def _cast(self, layer: Any) -> tuple[str, Any]:
         kind = layer.type.name
+        if kind == PLUGIN:
+            return kind, layer
         if kind not in CLASSES:
             raise StageError(f"The layer {layer.name} is of type {kind}, which the interpreter does not compute.")
         layer.__class__ = getattr(self.trt, CLASSES[kind])
@@ -80,6 +84,8 @@ class Interpreter:
                 results: Any = ((yield Exchange(Collective.parse(layer.metadata), inputs[0])),)
             elif kind == "CONSTANT":
                 results = (self._constants[layer.get_output(0).name](),)
+            elif kind == PLUGIN:
+                results = interpreted(layer.metadata, inputs)
             elif kind in SPECIAL:
                 results = SPECIAL[kind](self.trt, layer, inputs, self._value)
             else:

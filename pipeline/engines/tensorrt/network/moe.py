@@ -16,9 +16,12 @@ import numpy as np
 
 from pipeline.engines.tensorrt.graph import Graph, Tensor
 from pipeline.engines.tensorrt.network.exchange import there_and_back
+from pipeline.engines.tensorrt.network.linear import Named
 from pipeline.engines.tensorrt.network.norm import swiglu
 from pipeline.engines.tensorrt.network.spec import Spec
+from pipeline.engines.tensorrt.plugins import offered
 from pipeline.engines.tensorrt.weights import Weights
+from pipeline.formats.numerics import BF16
 
 __all__ = ["moe", "route"]
 
@@ -44,9 +47,18 @@ def route(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor) -> t
     """[N, H] -> experts [N, K] in INT32 and their shares [N, K] in float32, as `plugins.topk_router.reference` has it."""
     arch = spec.arch
     groups, experts = arch.n_group, arch.n_routed_experts
-    gate, bias = weights.vector(f"{prefix}.gate"), weights.vector(f"{prefix}.gate", "e_score_correction_bias")
-    scores = net.sigmoid(net.matmul(net.float32(x), net.constant(gate.value.astype(np.float32), gate.name), transpose=True))
-    choice = net.add(scores, net.constant(bias.value.astype(np.float32).reshape(1, -1), bias.name))
+    logits = _logits(net, spec, weights.vector(f"{prefix}.gate"), x)
+    named = weights.vector(f"{prefix}.gate", "e_score_correction_bias")
+    bias = net.constant(named.value.astype(np.float32).reshape(1, -1), named.name)
+    one_kernel = offered(
+        net, "topk_router", [(-1, experts), (1, experts)], n_group=groups, topk_group=arch.topk_group,
+        top_k=arch.num_experts_per_tok, scale=float(arch.routed_scaling_factor), norm_topk_prob=bool(arch.norm_topk_prob),
+    )  # fmt: skip
+    if one_kernel:
+        shares, indices = one_kernel(logits, bias)
+        return indices, shares
+    scores = net.sigmoid(logits)
+    choice = net.add(scores, bias)
     if arch.topk_group < groups:
         choice = _keep_best_groups(net, choice, groups, arch.topk_group, experts)
     _, indices = net.topk(choice, arch.num_experts_per_tok, 1)
@@ -55,6 +67,15 @@ def route(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor) -> t
         total = net.reduce(shares, "SUM", 1)
         shares = net.div(shares, net.add(total, net.scalar(1e-20, total)))
     return indices, net.scale(shares, arch.routed_scaling_factor)
+
+
+def _logits(net: Graph, spec: Spec, gate: Named, x: Tensor) -> Tensor:
+    """[N, H] -> [N, experts] in float32. The gate in BF16 has a name of its own, as one that is an input may have one type."""
+    if gate.value.dtype == BF16 and spec.dtype == "bfloat16":
+        product = offered(net, "router_gemm", [tuple(x.shape), gate.value.shape], max_tokens=spec.max_batch * spec.max_tokens)
+        if product:
+            return product(x, net.constant(gate.value, f"{gate.name}.bf16"))[0]
+    return net.matmul(net.float32(x), net.constant(gate.value.astype(np.float32), gate.name), transpose=True)
 
 
 def _keep_best_groups(net: Graph, choice: Tensor, groups: int, kept: int, experts: int) -> Tensor:

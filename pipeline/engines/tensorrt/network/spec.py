@@ -57,6 +57,9 @@ class Spec:
     gather: Payload = "bf16"
     """adp: what tokens travel in on their way to the experts (see `payload.py`)."""
 
+    plugins_for: int = 0
+    """Compute capability, x10, of the plugins that stand for native layers; 0: none do."""
+
     @property
     def embeds(self) -> bool:
         """Whether tokens come in, not hidden states."""

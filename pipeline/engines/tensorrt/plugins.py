@@ -1,0 +1,153 @@
+"""Kernels of ours in the network, in place of native layers: where TensorRT takes plugins (`tensorrt`, not `tensorrt_rtx`).
+
+    topk_router   the choice of experts: one kernel for some twenty layers
+    router_gemm   the router's product in BF16 without casts to float32, in networks of up to 64 tokens a step
+
+These lie in the engine itself, so nothing has to be installed where it runs, and save launches in every layer with experts. Of
+what else `plugins/*/trt.py` declare, no network here takes the latent write (its output in place is a preview feature of TensorRT)
+or the quantiser to FP8 in groups (no product of TensorRT takes it). Where a plugin does not cover the chip or the sizes, native
+layers do its work, and `engine.json` says why.
+
+Not run: an engine with plugins was neither built nor run; the interpreter computes them by their reference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.core.errors import MissingToolError
+from pipeline.formats.numerics import BF16, E4M3, Array
+
+if TYPE_CHECKING:
+    from pipeline.engines.tensorrt.definition import Definition, Tensor
+    from plugins.trt import Kernel, Plugin
+
+__all__ = ["LAYER", "Plugins", "compiler", "declared", "interpreted", "offered"]
+
+LAYER = "PLUGIN_V3"
+"""LayerType of a plugin."""
+
+
+@cache
+def declared() -> dict[str, Plugin]:
+    """The plugins that networks use, by name; needs torch."""
+    from plugins.router_gemm.trt import PLUGINS as PRODUCTS
+    from plugins.topk_router.trt import PLUGINS as ROUTERS
+
+    return {plugin.name: plugin for plugin in (*ROUTERS, *PRODUCTS)}
+
+
+def compiler() -> str:
+    """What compiles kernels, `NVRTC 13.0`; empty where that is missing."""
+    from plugins.nvrtc import compiler_version
+
+    try:
+        return "NVRTC {}.{}".format(*compiler_version())
+    except MissingToolError:
+        return ""
+
+
+class Plugins:
+    """Those of one network, for one compute capability."""
+
+    def __init__(self, sm: int) -> None:
+        self.sm = sm
+        self.used: dict[str, list[str]] = {}
+        """Plugin -> the digest of each of its layers' kernels."""
+        self.native: dict[str, str] = {}
+        """Plugin -> why native layers do its work, where they do."""
+
+    def offer(self, net: Definition, name: str, shapes: Sequence[Sequence[int]], attributes: Mapping[str, Any]) -> Any:
+        """See `offered`."""
+        why = self._lacks() or self._refusal(name, shapes, attributes)
+        if why:
+            self.native[name] = why
+            return None
+        from plugins.trt import sizes
+
+        plugin = declared()[name]
+        digest = _built(plugin, plugin.kernel(sizes(plugin, shapes), **attributes), self.sm, attributes)
+        return partial(self._layer, net, plugin, attributes, digest)
+
+    def _lacks(self) -> str:
+        if not find_spec("torch"):
+            return "plugins are compiled with torch's help, which is not installed"
+        return "" if compiler() else "NVRTC, which compiles plugins, was not found: install nvidia-cuda-nvrtc"
+
+    def _refusal(self, name: str, shapes: Sequence[Sequence[int]], attributes: Mapping[str, Any]) -> str:
+        from plugins.trt import sizes
+
+        plugin = declared()[name]
+        if self.sm < plugin.least_sm:
+            return f"the kernel needs SM{plugin.least_sm} or newer, not SM{self.sm}"
+        return plugin.refusal(sizes(plugin, shapes), **attributes)
+
+    def _layer(self, net: Definition, plugin: Plugin, attributes: Mapping[str, Any], digest: str, *inputs: Tensor) -> list[Tensor]:
+        from plugins.trt import call
+
+        layer = net.layer("add_plugin", _instance(plugin, self.sm, inputs, attributes), True)
+        layer.metadata = call(plugin, attributes, digest)
+        self.used.setdefault(plugin.name, []).append(digest)
+        return [net.checked(layer, index) for index in range(len(plugin.outputs))]
+
+    def plain(self) -> dict[str, Any]:
+        """For a report."""
+        used = {name: {"layers": len(known), "digests": sorted(set(known))} for name, known in sorted(self.used.items())}
+        return {"sm": self.sm, "compiler": compiler(), "used": used, "native": dict(sorted(self.native.items()))}
+
+
+def offered(net: Definition, name: str, shapes: Sequence[Sequence[int]], **attributes: Any) -> Callable[..., list[Tensor]] | None:
+    """What makes the plugin's layer of tensors with these shapes (-1: dynamic) and gives its outputs; None: use native layers."""
+    return net.plugins.offer(net, name, shapes, attributes) if net.plugins else None
+
+
+def _built(plugin: Plugin, kernel: Kernel, sm: int, attributes: Mapping[str, Any]) -> str:
+    """Its digest, once it is known to compile: TensorRT asks for the kernel where an error could not be told."""
+    from plugins.trt import digest, ptx
+
+    ptx(plugin, kernel, sm)
+    return digest(plugin, kernel, sm, attributes)
+
+
+def _instance(plugin: Plugin, sm: int, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Any:
+    """What `INetworkDefinition.add_plugin` takes."""
+    from plugins.trt import register
+
+    return register(plugin, sm)(*inputs, **attributes)
+
+
+def interpreted(metadata: str, inputs: Sequence[Array]) -> tuple[Array, ...]:
+    """A plugin layer's outputs, by its reference; `metadata` says which it is."""
+    asked = json.loads(metadata)
+    outputs = declared()[asked["plugin"]].reference(*(_tensor(value) for value in inputs), **asked["attributes"])
+    return tuple(_array(value) for value in outputs)
+
+
+def _codes() -> dict[Any, tuple[Any, Any]]:
+    """Type that numpy has from ml_dtypes -> the whole numbers of its size, and torch's type."""
+    import torch
+
+    return {BF16: (np.dtype(np.int16), torch.bfloat16), np.dtype(E4M3): (np.dtype(np.uint8), torch.float8_e4m3fn)}
+
+
+def _tensor(value: Array) -> Any:
+    import torch
+
+    whole, dtype = _codes().get(value.dtype, (value.dtype, None))
+    given = torch.from_numpy(np.array(value, order="C").view(whole))
+    return given if dtype is None else given.view(dtype)
+
+
+def _array(given: Any) -> Array:
+    import torch
+
+    for dtype, (whole, torch_dtype) in _codes().items():
+        if given.dtype == torch_dtype:
+            return given.view(torch.int16 if whole.itemsize == 2 else torch.uint8).numpy().view(dtype)
+    return given.numpy()

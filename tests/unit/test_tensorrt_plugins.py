@@ -1,0 +1,160 @@
+"""Plugins in the TensorRT network, interpreted over a stand-in that takes them: where they are, and the same results without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorrt_rtx_bindings", reason="it defines the networks: pip install 'r1-pipeline[rtx]'")
+torch = pytest.importorskip("torch", reason="plugins are torch ops")
+
+from pipeline.checkpoint import Checkpoint  # noqa: E402
+from pipeline.config.load import load as config  # noqa: E402
+from pipeline.engines.tensorrt import plugins, toolchain  # noqa: E402
+from pipeline.engines.tensorrt.builder import describe, fingerprint, listing  # noqa: E402
+from pipeline.engines.tensorrt.graph import Graph  # noqa: E402
+from pipeline.engines.tensorrt.interpreter import Interpreter, run_ranks  # noqa: E402
+from pipeline.engines.tensorrt.library import load  # noqa: E402
+from pipeline.engines.tensorrt.network.decoder import define  # noqa: E402
+from pipeline.engines.tensorrt.network.spec import Spec  # noqa: E402
+from pipeline.engines.tensorrt.networks import networks  # noqa: E402
+from pipeline.engines.tensorrt.session import Session  # noqa: E402
+from pipeline.engines.tensorrt.weights import Weights  # noqa: E402
+from tests._utils import random_checkpoint  # noqa: E402
+from tests._utils.plugin_network import with_plugins  # noqa: E402
+
+TINY_R1 = Checkpoint.open(Path(__file__).parents[2] / "pipeline" / "data" / "tiny_r1")
+TRT = load("tensorrt_rtx")
+WIDE = {
+    "n_routed_experts": 64, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+"""Enough experts for the kernels."""
+
+
+@pytest.fixture(autouse=True)
+def seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only TensorRT and NVRTC do."""
+    monkeypatch.setattr(plugins, "_instance", lambda plugin, sm, inputs, attributes: (plugin, inputs, attributes))
+    monkeypatch.setattr(plugins, "_built", lambda plugin, kernel, sm, attributes: f"digest of {plugin.name} for SM{sm}")
+    monkeypatch.setattr(plugins, "compiler", lambda: "NVRTC 13.0")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint.open(random_checkpoint.write(tmp_path_factory.mktemp("wide"), WIDE))
+
+
+def spec(checkpoint: Checkpoint, form: Any, **values: Any) -> Spec:
+    standard = {"dtype": "bfloat16", "max_batch": 4, "max_tokens": 24, "max_seq_len": 32}
+    return Spec(arch=checkpoint.arch, form=form, last_layer=checkpoint.arch.num_hidden_layers, **standard | values)
+
+
+def network(checkpoint: Checkpoint, what: Spec, scratch: Path, sm: int = 0, **options: Any) -> Graph:
+    net = Graph(TRT, **options)
+    define(with_plugins(net, sm) if sm else net, what, Weights(checkpoint, scratch, what.dtype))
+    return net
+
+
+def logits(checkpoint: Checkpoint, scratch: Path, sm: int, **values: Any) -> Any:
+    """A prompt of both forms, then a step."""
+    specs: dict[str, Spec] = {
+        form: spec(checkpoint, form, max_tokens=count, **values) for form, count in (("expanded", 24), ("absorbed", 2))
+    }
+    run = {name: Interpreter(network(checkpoint, what, scratch, sm)) for name, what in specs.items()}
+    session = Session(specs, lambda names, feeds: run_ranks([run[name] for name in names], feeds), 2)
+    ids = np.random.default_rng(3).integers(3, checkpoint.arch.vocab_size, (1, 2, 13))
+    found = [session.step("expanded", ids[..., :12], np.zeros((1, 2), np.int64))[0]]
+    return np.concatenate([*found, session.step("absorbed", ids[..., 12:], np.full((1, 2), 12))[0]], axis=2)
+
+
+def kinds(net: Graph) -> list[str]:
+    return [line.split("  ")[1] for line in listing(net).splitlines()]
+
+
+def test_the_model_computes_the_same_with_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tiny_r1; its 16 experts are fewer than the kernel takes, so that limit is lifted: what runs here is the reference."""
+    lifted = {name: replace(plugin, refusal=lambda *_, **__: "") for name, plugin in plugins.declared().items()}
+    native = logits(TINY_R1, tmp_path, 0, dtype="float32")
+    monkeypatch.setattr(plugins, "declared", lambda: lifted)
+    assert np.abs(logits(TINY_R1, tmp_path, 90, dtype="float32") - native).max() < 1e-4
+
+
+def test_products_and_choices_are_the_same_in_bfloat16(tmp_path: Path, wide: Checkpoint) -> None:
+    """Another order of sums may move a choice between two experts that are as good; here none is."""
+    native, ours = logits(wide, tmp_path, 0), logits(wide, tmp_path, 90)
+    assert np.abs(ours - native).max() < 0.02 * np.abs(native).max()
+
+
+def test_each_network_uses_what_takes_its_sizes(tmp_path: Path, wide: Checkpoint) -> None:
+    decode = describe(network(wide, spec(wide, "absorbed", max_tokens=2), tmp_path, 90))["plugins"]
+    assert {name: facts["layers"] for name, facts in decode["used"].items()} == {"router_gemm": 1, "topk_router": 1}
+    assert decode["used"]["topk_router"]["digests"] == ["digest of topk_router for SM90"]
+    assert (decode["sm"], decode["compiler"], decode["native"]) == (90, "NVRTC 13.0", {})
+    prefill = describe(network(wide, spec(wide, "expanded"), tmp_path, 90))["plugins"]
+    assert list(prefill["used"]) == ["topk_router"]
+    assert prefill["native"] == {"router_gemm": "the kernel takes 64 tokens and multiples of 256 x 32 at most, not 96 and 256 x 64"}
+
+
+def test_one_kernel_stands_for_the_routing_layers(tmp_path: Path, wide: Checkpoint) -> None:
+    native, ours = (kinds(network(wide, spec(wide, "absorbed", max_tokens=2), tmp_path, sm)) for sm in (0, 90))
+    assert native.count("TOPK") == 3 and ours.count("TOPK") == 0 and ours.count("PLUGIN_V3") == 2
+    assert len(native) - len(ours) > 20
+
+
+def test_native_layers_do_the_work_on_a_chip_that_a_plugin_does_not_cover(tmp_path: Path, wide: Checkpoint) -> None:
+    net = network(wide, spec(wide, "absorbed", max_tokens=2), tmp_path, 80)
+    assert net.plugins is not None and list(net.plugins.used) == ["topk_router"]
+    assert net.plugins.native == {"router_gemm": "the kernel needs SM90 or newer, not SM80"}
+
+
+@pytest.mark.parametrize(("lacking", "why"), [
+    ("compiler", "NVRTC, which compiles plugins, was not found: install nvidia-cuda-nvrtc"),
+    ("find_spec", "plugins are compiled with torch's help, which is not installed"),
+])  # fmt: skip
+def test_native_layers_do_the_work_where_nothing_compiles(
+    tmp_path: Path, wide: Checkpoint, monkeypatch: pytest.MonkeyPatch, lacking: str, why: str
+) -> None:
+    monkeypatch.setattr(plugins, lacking, lambda *_: "")
+    net = network(wide, spec(wide, "absorbed", max_tokens=2), tmp_path, 90)
+    assert net.plugins is not None and net.plugins.native == dict.fromkeys(("router_gemm", "topk_router"), why)
+    assert "PLUGIN_V3" not in kinds(net)
+
+
+def test_a_kernel_that_changes_changes_the_network(tmp_path: Path, wide: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    what = spec(wide, "absorbed", max_tokens=2)
+    known = fingerprint(network(wide, what, tmp_path, 90))
+    assert fingerprint(network(wide, what, tmp_path, 90)) == known
+    monkeypatch.setattr(plugins, "_built", lambda *_: "another digest")
+    assert fingerprint(network(wide, what, tmp_path, 90)) != known
+
+
+def test_weights_that_are_inputs_have_one_type_each(tmp_path: Path, wide: Checkpoint) -> None:
+    """The gate is read in float32 by one form and in BF16 by the other; a rank's file of weights is their union."""
+    forms = [network(wide, spec(wide, form, max_tokens=count), tmp_path, 90, external_weights=True)
+             for form, count in (("expanded", 24), ("absorbed", 2))]  # fmt: skip
+    first, second = (net.external for net in forms)
+    assert first is not None and second is not None
+    assert "model.layers.1.mlp.gate.weight" in first and "model.layers.1.mlp.gate.weight.bf16" in second
+    assert all(first[name].dtype == second[name].dtype for name in first.keys() & second.keys())
+
+
+@pytest.mark.parametrize(("arguments", "sm"), [
+    (["+hw=h200"], 90), (["+hw=b200"], 100), (["+hw=h200", "engine.tensorrt.plugins=off"], 0), (["+hw=rtx_pro_6000"], 0),
+])  # fmt: skip
+def test_tensorrt_has_plugins_and_tensorrt_rtx_has_none(arguments: list[str], sm: int) -> None:
+    asked = config([*arguments, "engine=tensorrt"])
+    assert {each.plugins_for for each in networks(asked, TINY_R1.arch)} == {sm}
+    assert ("plugins" in toolchain(asked)) == bool(sm)
+
+
+def test_types_that_numpy_lacks_go_to_torch_and_back() -> None:
+    for dtype in plugins._codes():
+        value = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4).astype(dtype)
+        tensor = plugins._tensor(value)
+        assert np.array_equal(tensor.float().numpy(), value.astype(np.float32))
+        assert plugins._array(tensor).dtype == dtype and np.array_equal(plugins._array(tensor), value)
