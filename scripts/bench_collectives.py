@@ -33,6 +33,8 @@ from torch import Tensor  # noqa: E402
 
 from plugins.bench import relative  # noqa: E402
 from plugins.fp4_allgather import op  # noqa: E402
+from plugins.moe_grouped_gemm import launch as kernels  # noqa: E402
+from plugins.moe_grouped_gemm import plain  # noqa: E402
 from plugins.timing import clocked, graph_seconds, machine  # noqa: E402
 
 HIDDEN, EXPERTS, TOP_K = 7168, 256, 8
@@ -117,11 +119,12 @@ def exchanges(x: Tensor, precision: op.Precision, generator: torch.Generator) ->
     def dispatch(precision: op.Precision = precision) -> Tensor:
         return op.unpack(op.exchange_rows(op.pack(x, precision, scale)[places], sent, received), HIDDEN, precision, scale)
 
-    order, begins = places.argsort(stable=True), (goes.sum(1).cumsum(0) - goes.sum(1)).to(x.device)
+    slots = torch.where(goes.t(), goes.t().flatten().cumsum(0).view(ranks, -1) - 1, -1).t().contiguous().int().to(x.device)
+
+    once = torch.ones(slots.shape, device=x.device)
 
     def combine(outputs: Tensor) -> Tensor:
-        back = op.all_to_all(outputs, received, sent, precision, input_scale=scale)
-        return torch.nn.functional.embedding_bag(order, back, begins, mode="sum")
+        return summed(op.all_to_all(outputs, received, sent, precision, input_scale=scale), once, slots.flatten())
 
     at_experts = dispatch()
     width = op.row_bytes(HIDDEN, precision)
@@ -130,6 +133,15 @@ def exchanges(x: Tensor, precision: op.Precision, generator: torch.Generator) ->
     seconds = slowest(lambda: combine(at_experts), x.device)
     wanted = x.float() * goes.sum(1, keepdim=True).to(x.device)
     yield result("combine", seconds, (sum(sent) - sent[here]) * width) | {"error": relative(combine(at_experts), wanted)}
+
+
+def summed(rows: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+    """rows BF16 [R, H], weights F32 [N, K], slots I32 [N * K] (-1: none) -> [N, H]: each token's rows added."""
+    if not rows.is_cuda:
+        return plain.finalize(rows, weights, slots)
+    out = rows.new_empty((len(weights), rows.shape[1]))
+    kernels.finalize(rows, weights, kernels.Route(slots, slots, slots, slots), out)
+    return out
 
 
 def slowest(call: Callable[[], Any], device: torch.device) -> float:

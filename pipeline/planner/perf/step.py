@@ -28,7 +28,7 @@ COEFFICIENTS: dict[str, tuple[float, float]] = {
     "dense_flops": (0.6, 0.3),  # share of peak FLOP
     "expert_flops": (0.45, 0.3),
     "attention_flops": (0.4, 0.3),
-    "link": (0.6, 0.3),  # share of peak link bandwidth
+    "link": (0.6, 0.3),  # share of peak link bandwidth, packing included; two H200 without it: 0.45 (bench_planner_collectives)
     "network": (0.7, 0.05),  # of a network card's, between NVLink domains; no point measures it
     "passes": (40.0, 0.4),  # reads and writes of a hidden vector a token and layer beside the products
     "host_us": (300.0, 0.7),  # a step's scheduling that overlap does not hide
