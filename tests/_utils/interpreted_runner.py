@@ -1,8 +1,17 @@
-"""STAND-IN for a GPU: a runner for `triton_repo/tensorrt/1/runtime.py` that interprets the networks instead of running engines."""
+"""STAND-IN for GPUs: runners for `triton_repo/tensorrt/1` that interpret the networks instead of running engines.
+
+`InterpretedRanks` has all ranks in this process, a thread each. `write_runner` writes a `tensorrt_runner.py` that interprets, so
+that a packaged repository is served with a process a rank, which meet through gloo.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -10,34 +19,113 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import Checkpoint
-from pipeline.engines.tensorrt.interpreter import Interpreter
+from pipeline.engines.tensorrt.interpreter import Exchange, Interpreter, drive
+from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.engines.tensorrt.worker import network
 
-__all__ = ["InterpretedRunner"]
+ROOT = Path(__file__).parents[2]
+MODEL_CODE = ROOT / "triton_repo" / "tensorrt" / "1"
+if str(MODEL_CODE) not in sys.path:
+    sys.path.append(str(MODEL_CODE))
+
+from runner import Runner, Step  # noqa: E402
+
+__all__ = ["InterpretedRanks", "InterpretedRunner", "write_runner"]
+
+Meet = Callable[[Exchange], Sequence[Exchange]]
+OF_SPEC = [field.name for field in fields(Spec) if field.name != "arch"]
 
 
-class InterpretedRunner:
-    """The caches of all rows, and an interpreter for each form; `info` is engine.json."""
+class InterpretedRunner(Runner):
+    """The caches of all rows, and an interpreter for each network of the rank; `info` is engine.json."""
 
-    def __init__(self, info: dict[str, Any], checkpoint: Path, scratch: Path) -> None:
+    def __init__(self, info: dict[str, Any], checkpoint: Path, scratch: Path, rank: int = 0, meet: Meet | None = None) -> None:
+        super().__init__(info, "cpu")
         opened = Checkpoint.open(checkpoint)
-        names = ("form", "dtype", "max_batch", "max_tokens", "max_seq_len", "first_layer", "last_layer", "mtp", "moe")
-        tables = {form: {name: info["engines"][f"rank0_{form}"][name] for name in names} for form in ("absorbed", "expanded")}
-        self._nets = {form: Interpreter(network(opened, "tensorrt_rtx", table, scratch)[0]) for form, table in tables.items()}
-        shape = (info["max_batch_size"], 1, info["max_seq_len"], info["latent_dim"])
-        self._caches = {f"cache.{number}": np.zeros(shape, np.float32) for number in range(info["num_layers"])}
+        tables = [
+            {name: each[name] for name in OF_SPEC} for each in info["engines"].values() if each["rank"] == rank
+        ]  # fmt: skip
+        self._nets = {
+            (table["form"], table["first_layer"] > 0): Interpreter(network(opened, "tensorrt_rtx", table, scratch)[0])
+            for table in tables
+        }  # fmt: skip
+        shape = (self.cache_rows, 1, info["max_seq_len"], info["latent_dim"])
+        self._caches = {f"cache.{number}": np.zeros(shape, np.float32) for number in range(info["num_layers"] + self.drafts)}
+        self._rank, self.meet = rank, meet
         self.steps: list[tuple[str, tuple[int, ...]]] = []
 
-    def run(self, form: str, rows: slice, tokens: Tensor, starts: Tensor, wanted: Tensor) -> Tensor:
-        """Logits [L, V]; writes the caches in place, as an engine does."""
+    def compute(self, form: str, rows: slice, tokens: Tensor, starts: Tensor, wanted: Tensor, hidden: Tensor | None = None
+                ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """See `Runner`; writes the caches in place, as an engine does."""
         assert {tokens.dtype, starts.dtype, wanted.dtype} == {torch.int32}
         self.steps.append((form, tuple(tokens.shape)))
         positions = (starts[:, None] + torch.arange(tokens.shape[1])).to(torch.int32)
         feeds = {name: cache[rows] for name, cache in self._caches.items()} | {
             "tokens": tokens.numpy(), "starts": starts.numpy(), "positions": positions.numpy(), "logit_rows": wanted.numpy(),
-            "keys": np.array([int(starts.max()) + tokens.shape[1]]),
+            "keys": np.array([int(starts.max()) + tokens.shape[1]]), "hidden": None if hidden is None else hidden.numpy(),
         }  # fmt: skip
-        outputs = self._nets[form].run(feeds)
-        for name, cache in self._caches.items():
-            cache[rows] = outputs[name.replace("cache", "present")]
-        return torch.from_numpy(outputs["logits"])
+        outputs = drive(self._nets[form, hidden is not None], feeds, self._rank, self.meet or (lambda asked: [asked]))
+        for name, value in outputs.items():
+            if name.startswith("present."):
+                self._caches[name.replace("present", "cache")][rows] = value
+        return torch.from_numpy(outputs["logits"]), torch.from_numpy(outputs["states"]) if "states" in outputs else None
+
+
+class InterpretedRanks:
+    """All ranks, a thread each."""
+
+    def __init__(self, info: dict[str, Any], checkpoint: Path, scratch: Path) -> None:
+        count = info["ranks"]
+        barrier, asked = Barrier(count), [None] * count
+
+        def meeting(rank: int) -> Meet:
+            def meet(mine: Exchange) -> Sequence[Exchange]:
+                asked[rank] = mine  # type: ignore[call-overload]
+                barrier.wait(60)
+                together = list(asked)
+                barrier.wait(60)  # nobody writes the next one before all have read
+                return together  # type: ignore[return-value]
+
+            return meet
+
+        self.runners = [InterpretedRunner(info, checkpoint, scratch, rank, meeting(rank)) for rank in range(count)]
+        self._pool = ThreadPoolExecutor(count)
+
+    def run(self, steps: list[Step]) -> list[tuple[Tensor, ...]]:
+        """See `runtime.Ranks`."""
+        return list(self._pool.map(lambda each: each[0].run(each[1]), zip(self.runners, steps, strict=True)))
+
+
+def gloo_runner(info: dict[str, Any], checkpoint: str, rank: int) -> Any:
+    """A rank in a process of its own."""
+    import tempfile
+
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    scratch = Path(tempfile.mkdtemp())
+
+    class GlooRunner(InterpretedRunner):
+        def join(self, meeting: Path) -> None:
+            dist.init_process_group("gloo", init_method=f"file://{meeting / 'store'}", rank=rank, world_size=info["ranks"])
+            dist.barrier()
+            self.meet = together
+
+    def together(mine: Exchange) -> Sequence[Exchange]:
+        everyone: list[Any] = [None] * info["ranks"]
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    return GlooRunner(info, Path(checkpoint), scratch, rank)
+
+
+def write_runner(version: Path, checkpoint: Path) -> None:
+    """Put the stand-in into a packaged model's version folder."""
+    (version / "tensorrt_runner.py").unlink()
+    (version / "tensorrt_runner.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests._utils.interpreted_runner import gloo_runner\n\n"
+        "def TensorrtRunner(info, folder, rank):\n"
+        f"    return gloo_runner(info, {str(checkpoint)!r}, rank)\n\n"
+        "def check_machine(info):\n    pass\n"
+    )

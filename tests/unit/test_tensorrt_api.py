@@ -23,7 +23,7 @@ import pytest
 from tests._utils.tensorrt_bindings import stand_ins
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [*(ROOT / "pipeline" / "engines" / "tensorrt").rglob("*.py"), ROOT / "triton_repo" / "tensorrt" / "1" / "runtime.py"]
+SOURCES = [*(ROOT / "pipeline" / "engines" / "tensorrt").rglob("*.py"), *(ROOT / "triton_repo" / "tensorrt" / "1").glob("*.py")]
 PLUGINS = sorted({*(ROOT / "plugins").glob("trt*.py"), *(ROOT / "plugins").glob("*/trt.py")})
 SOURCES += PLUGINS
 ONLY_RTX = {"ComputeCapability", "IBuilderConfig.num_compute_capabilities", "IBuilderConfig.set_compute_capability"}
@@ -32,7 +32,7 @@ ONLY_TENSORRT = {"INetworkDefinition.add_plugin"}
 """What only `tensorrt` has: `plugins.offered` gives nothing for `tensorrt_rtx`."""
 OBJECTS = {
     "layer": [], "definition": ["INetworkDefinition"], "builder": ["Builder"], "config": ["IBuilderConfig"],
-    "profile": ["IOptimizationProfile"], "_engine": ["ICudaEngine"], "_context": ["IExecutionContext"], "_runtime": ["Runtime"],
+    "profile": ["IOptimizationProfile"], "_engine": ["ICudaEngine"], "_context": ["IExecutionContext"], "runtime": ["Runtime"],
     "settings": ["IAttention"], "tensor": ["ITensor"],
 }  # fmt: skip
 """Names of variables in our sources -> the classes that they hold; `layer` is any layer."""

@@ -15,14 +15,13 @@ torch = pytest.importorskip("torch", reason="the runtime is in torch")
 
 from pipeline.checkpoint import dequantized  # noqa: E402
 from pipeline.config.load import load  # noqa: E402
-from pipeline.core.errors import ConfigError  # noqa: E402
 from pipeline.core.jsonio import write_json  # noqa: E402
 from pipeline.core.stage import StageContext  # noqa: E402
 from pipeline.engines.tensorrt.networks import name_of, networks  # noqa: E402
 from pipeline.models import deepseek_v3  # noqa: E402
 from pipeline.models.arch import Arch  # noqa: E402
 from tests._utils import serving  # noqa: E402, F401
-from tests._utils.interpreted_runner import InterpretedRunner  # noqa: E402
+from tests._utils.interpreted_runner import InterpretedRanks  # noqa: E402
 from tests._utils.run_stage import Notes  # noqa: E402
 
 from scheduler import FinishEvent, Limits, Request, Scheduler  # isort: skip  # noqa: E402  (serving puts it on the path)
@@ -42,12 +41,13 @@ def runtime() -> Any:
     return module
 
 
-def engine_json() -> dict[str, Any]:
+def engine_json(*words: str) -> dict[str, Any]:
     """What a build writes, as far as the runtime reads it."""
-    config = load(WORDS)
-    engines = {name_of(spec): spec.plain() for spec in networks(config, ARCH)}
+    specs = networks(load([*WORDS, *words]), ARCH)
+    engines = {name_of(spec): spec.plain() for spec in specs}
     return {
-        "max_batch_size": 3, "max_seq_len": 48, "prefill_chunk": 8, "expanded_from": 2, "vocab_size": ARCH.vocab_size, "ranks": 1,
+        "ranks": specs[0].ranks, "parallel": specs[0].parallel, "mtp": specs[0].mtp, "hidden_size": ARCH.hidden_size,
+        "max_batch_size": 3, "max_seq_len": 48, "prefill_chunk": 8, "expanded_from": 2, "vocab_size": ARCH.vocab_size,
         "latent_dim": ARCH.latent_dim, "num_layers": ARCH.num_hidden_layers, "engines": engines, "targets": ["SM120"],
         "library": "tensorrt_rtx", "version": "1.7.1.116", "dtype": "float32", "weight_files": {}, "eos_token_ids": [],
     }  # fmt: skip
@@ -55,26 +55,84 @@ def engine_json() -> dict[str, Any]:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Any:
-    info = engine_json()
-    return runtime().CompiledEngine(info, InterpretedRunner(info, TINY_R1, tmp_path))
+    return engine_of(tmp_path)
+
+
+def engine_of(scratch: Path, *words: str) -> Any:
+    info = engine_json(*words)
+    return runtime().CompiledEngine(info, InterpretedRanks(info, TINY_R1, scratch))
 
 
 def test_continuous_batching_gives_each_request_the_reference_model_s_tokens(engine) -> None:
     """More requests than rows, prompts of one token to several chunks, answers of different lengths: rows are used again."""
+    serve(engine, ((1, 3), (20, 2), (9, 4), (8, 1), (13, 3)))
+    shapes = set(engine._ranks.runners[0].steps)
+    assert ("absorbed", (3, 1)) in shapes and ("expanded", (1, 8)) in shapes and ("expanded", (1, 4)) in shapes
+    assert {shape for form, shape in shapes if form == "absorbed"} == {(3, 1)}  # one CUDA graph
+
+
+@pytest.mark.parametrize("words", [
+    ("parallel.tp=2",),
+    ("parallel.tp=2", "engine.tensorrt.exchange=all_to_all"),
+    ("parallel.tp=2", "parallel.attention_dp=false"),
+])  # fmt: skip
+def test_ranks_together_give_the_tokens_of_one(tmp_path, words) -> None:
+    """Attention data parallelism has rows on every rank, tensor parallelism the same ones on all."""
+    engine = engine_of(tmp_path, *words)
+    adp = engine.info["parallel"] == "adp"
+    assert engine.info["max_batch_size"] == (6 if adp else 3)
+    serve(engine, ((1, 2), (11, 2), (9, 3), (5, 1)))
+    mine, theirs = (set(runner.steps) for runner in engine._ranks.runners)
+    assert mine == theirs and ("absorbed", (3, 1)) in mine
+
+
+@pytest.mark.parametrize("words", [(), ("parallel.tp=2",)])
+def test_drafts_change_how_many_steps_there_are_and_no_token(tmp_path, words) -> None:
+    """Of five requests with more rows than run at once; one ends at its limit in the middle of an accepted pair."""
+    engine = engine_of(tmp_path, "engine.tensorrt.mtp=true", *words)
+    stats = serve(engine, ((1, 8), (11, 6), (9, 7), (8, 2), (13, 1)), text=True)
+    assert stats.drafted > stats.accepted > 0
+    decodes = [shape for form, shape in engine._ranks.runners[0].steps if shape == (3, 2) and form == "absorbed"]
+    assert len(decodes) % 2 == 0 and stats.tokens == 24  # a drafted step runs the MTP layer and the model
+
+
+def test_a_row_that_draws_at_random_has_the_same_tokens_with_drafts(tmp_path) -> None:
+    from sampler import Sampling
+
+    def drawn(*words: str) -> list[int]:
+        engine, tokens = engine_of(tmp_path, *words), []
+        scheduler = Scheduler(engine, Limits.of(engine.info, 10))
+        scheduler.submit(Request(1, [5, 6, 7, 8, 9], 6, collect(tokens), sampling=Sampling(temperature=0.8, seed=3)))
+        while scheduler.stats().running or scheduler.stats().waiting:
+            scheduler.iterate()
+        assert scheduler.stats().drafted == 0
+        return tokens
+
+    assert drawn("engine.tensorrt.mtp=true") == drawn()
+
+
+def serve(engine: Any, requests: Any, *, text: bool = False) -> Any:
+    """Requests of (prompt, answer) tokens through the scheduler; their tokens must be the reference model's."""
     torch.set_num_threads(1)
     model = deepseek_v3.build(ARCH, {name: torch.from_numpy(value) for name, value in dequantized(TINY_R1)})
     scheduler, random = Scheduler(engine, Limits.of(engine.info, 10)), torch.Generator().manual_seed(3)
     wanted, found = {}, {}
-    for number, (length, count) in enumerate(((1, 3), (20, 2), (9, 4), (8, 1), (13, 3))):
-        prompt = torch.randint(3, ARCH.vocab_size, (length,), generator=random)
+    for number, (length, count) in enumerate(requests):
+        prompt = text_ids()[7 * number :][:length] if text else torch.randint(3, ARCH.vocab_size, (length,), generator=random)
         wanted[number], found[number] = greedy(model, prompt, count), []
         scheduler.submit(Request(number, prompt.tolist(), count, collect(found[number])))
     while scheduler.stats().running or scheduler.stats().waiting:
         scheduler.iterate()
     assert found == wanted
-    shapes = set(engine._runner.steps)
-    assert ("absorbed", (3, 1)) in shapes and ("expanded", (1, 8)) in shapes and ("expanded", (1, 4)) in shapes
-    assert {shape for form, shape in shapes if form == "absorbed"} == {(3, 1)}  # one CUDA graph
+    return scheduler.stats()
+
+
+def text_ids() -> Any:
+    """Tokens of a text that the model knows something about."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(TINY_R1 / "tokenizer.json"))
+    return torch.tensor(tokenizer.encode((TINY_R1 / "heldout.txt").read_text()[:2000], add_special_tokens=False).ids)
 
 
 def greedy(model: Any, prompt: Any, count: int) -> list[int]:
@@ -122,20 +180,27 @@ def test_what_engines_would_read_out_of_bounds_is_refused(engine, tokens, positi
 
 def test_a_machine_that_the_engines_do_not_cover_is_refused(tmp_path, monkeypatch) -> None:
     module, info = runtime(), engine_json()
+    code = importlib.import_module("tensorrt_runner")
     (tmp_path / "engine.json").write_text(json.dumps(info))
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="built for SM120, but torch sees no GPU here"):
             module.CompiledEngine.load(tmp_path)
-    cuda = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (9, 0), get_device_name=lambda: "NVIDIA H200")
-    monkeypatch.setattr(module.torch, "cuda", cuda)
+    cuda = SimpleNamespace(
+        is_available=lambda: True, get_device_capability=lambda _: (9, 0), get_device_name=lambda _: "NVIDIA H200",
+        device_count=lambda: 4, set_device=lambda _: None, Stream=object,
+    )  # fmt: skip
+    monkeypatch.setattr(code.torch, "cuda", cuda)
     with pytest.raises(RuntimeError, match=r"built for SM120; NVIDIA H200 is SM90: build them for"):
         module.CompiledEngine.load(tmp_path)
-    cuda.get_device_capability = lambda: (12, 0)
+    cuda.get_device_capability = lambda device: (12, 0)
     (tmp_path / "engine.json").write_text(json.dumps(info | {"version": "1.6.0"}))
     with pytest.raises(RuntimeError, match=r"built by tensorrt_rtx 1\.6\.0; .* is here: install the same"):
         module.CompiledEngine.load(tmp_path)
     (tmp_path / "engine.json").write_text(json.dumps(info | {"ranks": 8}))
-    with pytest.raises(RuntimeError, match="of 8 ranks, and this runtime runs one"):
+    with pytest.raises(RuntimeError, match="of 8 ranks, one a GPU, but torch sees 4 here"):
+        module.CompiledEngine.load(tmp_path)
+    cuda.device_count, cuda.get_device_capability = (lambda: 8), lambda device: (12, 0) if device < 7 else (9, 0)
+    with pytest.raises(RuntimeError, match="NVIDIA H200 is SM90"):
         module.CompiledEngine.load(tmp_path)
 
 
@@ -153,8 +218,6 @@ def test_the_repository_has_the_scheduler_over_this_runtime(tmp_path) -> None:
     layout(ctx)
     assert list(check_repository(out / "repository")) == ["tiny_r1"]
     version = out / "repository" / "tiny_r1" / "1"
-    assert "TensorrtRunner" in (version / "runtime.py").read_text() and (version / "scheduler.py").is_file()
+    assert "RankGroup" in (version / "runtime.py").read_text() and (version / "scheduler.py").is_file()
+    assert (version / "ranks.py").is_file() and (version / "tensorrt_runner.py").is_file()
     assert (version / "engines" / "rank0_absorbed.engine").is_file()
-    write_json(tmp_path / "engine" / "engine.json", engine_json() | {"ranks": 4})
-    with pytest.raises(ConfigError, match=r"its Triton model runs one rank: set parallel\.tp=1"):
-        layout(ctx)

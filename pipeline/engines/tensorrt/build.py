@@ -172,8 +172,8 @@ def _describe(work: _Work, engines: dict[str, Any], weights: dict[str, Any], com
         "computed_as": {name: BUILT_AS[name] for name in formats}, "expanded_from": settings.expanded_from,
         "max_batch_size": settings.max_batch_size, "max_seq_len": settings.max_seq_len, "prefill_batch": settings.prefill_batch,
         "prefill_chunk": min(settings.prefill_chunk, settings.max_seq_len), "num_layers": arch.num_hidden_layers,
-        "latent_dim": arch.latent_dim, "vocab_size": arch.vocab_size, "mtp": spec.mtp, "bos_token_id": arch.bos_token_id,
-        "eos_token_ids": eos_token_ids(arch, work.ctx.inputs["convert"]), "engines": engines,
-        "agreement": compared["agreement"], "not_compared": compared.get("not_compared"),
+        "latent_dim": arch.latent_dim, "hidden_size": arch.hidden_size, "vocab_size": arch.vocab_size, "mtp": spec.mtp,
+        "bos_token_id": arch.bos_token_id, "eos_token_ids": eos_token_ids(arch, work.ctx.inputs["convert"]),
+        "engines": engines, "agreement": compared["agreement"], "not_compared": compared.get("not_compared"),
         "not_run": f"built for {', '.join(targets)} and interpreted in numpy; no engine was run on a GPU.",
     }  # fmt: skip

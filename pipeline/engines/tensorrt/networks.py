@@ -71,7 +71,9 @@ def networks(config: Config, arch: Arch) -> list[Spec]:
     draft = bool(settings.mtp and arch.num_nextn_predict_layers)
     plugins_for = targets[0] if library == "tensorrt" and settings.plugins == "auto" else 0
     chunk = min(settings.prefill_chunk, settings.max_seq_len)
-    shapes = {"absorbed": (settings.max_batch_size, settings.expanded_from - 1), "expanded": (settings.prefill_batch, chunk)}
+    # a drafted decode step verifies a token and the draft behind it
+    decoded = max(settings.expanded_from - 1, 2 if draft else 1)
+    shapes = {"absorbed": (settings.max_batch_size, decoded), "expanded": (settings.prefill_batch, chunk)}
     return [
         Spec(
             arch=arch, form=form, dtype=settings.dtype, max_batch=shapes[form][0], max_tokens=shapes[form][1],

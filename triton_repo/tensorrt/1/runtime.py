@@ -1,58 +1,66 @@
-"""Runs native TensorRT engines of one rank behind the interface of the compiled torch engine, so that the scheduler is the same.
+"""Runs native TensorRT engines behind the interface of the compiled torch engine, so that the scheduler is the same.
 
-It needs torch (for memory and streams), safetensors, the engines' folder and the library that built them. A sequence has a fixed
-row of every layer's cache, which the engines update in place: the scheduler's "page" is such a row, as long as a sequence may be.
-A decode step always runs all rows, so that it is one CUDA graph; rows that do not decode write where their next token will be
+A sequence has a fixed row of every layer's cache on one rank, which the engines update in place: the scheduler's "page" is such a
+row, as long as a sequence may be. Under attention data parallelism each rank has rows of its own, and pages go round the ranks;
+under tensor parallelism all ranks have the same rows. All ranks take every step together, since they meet in collectives: a rank
+without a chunk of its own computes one for its scratch row.
+
+A decode step always runs all rows, so that it is one CUDA graph; rows that do not decode write where their next tokens will be
 written anyway. A prefill step runs one row, bound at its place in the cache.
 
-Not run on a GPU yet: written against the API of TensorRT 11.4 and TensorRT-RTX 1.7.1. `CompiledEngine` runs in the tests over a
-runner that interprets the same networks.
+    runtime.py           what the scheduler sees: rows, limits, drafts
+    runner.py            one step of one rank, over whatever computes a network
+    tensorrt_runner.py   engines on a GPU
+    ranks.py             a process for each rank
 
-Shape legend: B rows, S tokens a row, L rows of logits asked for, M rows of the cache, D latent, V vocabulary.
+Shape legend: B rows of a rank, T tokens a row, V vocabulary.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from ranks import OneRank, RankGroup
+from runner import Step
 from torch import Tensor
 
-__all__ = ["CompiledEngine", "Runner", "TensorrtRunner"]
-
-DTYPES = {
-    "FLOAT": torch.float32, "BF16": torch.bfloat16, "HALF": torch.float16, "INT32": torch.int32, "INT64": torch.int64,
-}  # fmt: skip
-LIBRARIES = {"tensorrt": ("tensorrt",), "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
+__all__ = ["CompiledEngine", "Ranks"]
 
 
-class Runner(Protocol):
-    """Computes one step of some rows."""
+class Ranks(Protocol):
+    """All ranks of a deployment."""
 
-    def run(self, form: str, rows: slice, tokens: Tensor, starts: Tensor, wanted: Tensor) -> Tensor:
-        """INT32 tokens [B, S] of the cache's `rows`, at positions from starts [B] on -> logits [L, V] of tokens `wanted` [L]."""
+    def run(self, steps: list[Step]) -> list[tuple[Tensor, ...]]:
+        """One step of each rank, together -> the results of each; see `runner.Runner`."""
 
 
 class CompiledEngine:
-    """The engines, and how far each row of the cache is filled. Page p of the scheduler is row p - 1; page 0 is no row."""
+    """The engines, and how far each row of the cache is filled. Page 0 is no row."""
 
-    def __init__(self, info: dict[str, Any], runner: Runner) -> None:
-        self.info = info | {"page_size": info["max_seq_len"], "num_pages": info["max_batch_size"] + 1}
-        self._runner = runner
-        self._filled = torch.zeros(info["max_batch_size"], dtype=torch.int32)
+    def __init__(self, info: dict[str, Any], ranks: Ranks) -> None:
+        self._rows, self._count = info["max_batch_size"], info["ranks"]
+        self._owners = info["ranks"] if info["parallel"] == "adp" else 1
+        rows = self._owners * self._rows
+        self.info = info | {
+            "page_size": info["max_seq_len"], "max_batch_size": rows, "num_pages": rows + 1, "drafts": bool(info["mtp"]),
+        }  # fmt: skip
+        self._ranks = ranks
+        self._filled = torch.zeros(self._owners, self._rows, dtype=torch.int32)
+        self._verified: dict[int, tuple[int, int]] = {}
+        """Page -> the position of the newest token of the last drafted step, and the draft behind it."""
 
     @classmethod
     def load(cls, folder: Path) -> CompiledEngine:
         """Open an engine folder on the machine that serves it.
 
         Raises:
-            RuntimeError: it lacks the GPU or the library, or the engines are of several ranks.
+            RuntimeError: it lacks the GPUs or the library.
         """
         info = json.loads((Path(folder) / "engine.json").read_text(encoding="utf-8"))
-        return cls(info, TensorrtRunner(info, Path(folder)))
+        return cls(info, RankGroup(info, Path(folder)) if info["ranks"] > 1 else OneRank(info, Path(folder)))
 
     def step(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
         """Write the tokens [B, T] at their positions in the rows [B, 1]; logits [B, V] of each row's last token.
@@ -60,30 +68,67 @@ class CompiledEngine:
         Rows may be padded on the left with position -1: ignored.
         """
         self._check(tokens, positions, pages)
-        rows = pages[:, 0].to(torch.int64) - 1
-        if tokens.shape[1] == 1:
-            return self._decode(tokens[:, 0], positions[:, 0], rows)
-        return torch.cat([self._prefill(*each) for each in zip(tokens, positions, rows.tolist(), strict=True)])
+        if tokens.shape[1] == 1 and not self.info["drafts"]:
+            return self._decode(tokens[:, 0], positions[:, 0], pages[:, 0])
+        return torch.cat([self._prefill(*each) for each in zip(tokens, positions, pages[:, 0].tolist(), strict=True)])
 
-    def _decode(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def speculate(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Decode with the MTP layer: tokens [B, 1] at positions [B, 1] -> the drafts [B] of what follows them, and logits
+        [B, 2, V] of what follows each token and of what follows its draft. The next call's positions say what was accepted."""
+        self._check(tokens, positions, pages)
+        rows, last = self._rows, self.info["max_seq_len"]
+        accepted = torch.zeros(self._owners, rows, 2, dtype=torch.int32)
+        counts = torch.ones(self._owners, rows, dtype=torch.int32)
+        starts = (self._filled - 1).clamp(0, max(last - 3, 0))
+        active = torch.zeros(self._owners, rows, dtype=torch.bool)
+        places = [self._place(page) for page in pages[:, 0].tolist()]
+        asked = list(zip(places, tokens[:, 0].tolist(), positions[:, 0].tolist(), pages[:, 0].tolist(), strict=True))
+        for place, token, position, page in asked:
+            before, draft = self._verified.get(page, (None, 0))
+            both = before is not None and position == before + 2
+            accepted[place] = torch.tensor([draft, token] if both else [token, 0])
+            counts[place], starts[place], active[place] = 1 + both, position - 1 - both, True
+        results = self._together(
+            [Step("drafted", {"accepted": accepted[rank], "counts": counts[rank], "starts": starts[rank], "active": active[rank]})
+             for rank in range(self._owners)]
+        )  # fmt: skip
+        logits = torch.stack([results[rank][0].view(rows, 2, -1)[row] for rank, row in places])
+        drafts = torch.stack([results[rank][1][row] for rank, row in places]).cpu()
+        for (place, _, position, page), draft in zip(asked, drafts.tolist(), strict=True):
+            self._verified[page], self._filled[place] = (position, draft), position + 1
+        return drafts, logits
+
+    def _place(self, page: int) -> tuple[int, int]:
+        """Rank and row."""
+        return (page - 1) % self._owners, (page - 1) // self._owners
+
+    def _together(self, steps: list[Step]) -> list[tuple[Tensor, ...]]:
+        """One step of each owner of rows; under tensor parallelism all ranks do the same."""
+        return self._ranks.run(steps * (self._count // self._owners))
+
+    def _decode(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
         """One token of some rows; the others compute what nobody reads."""
-        count = self.info["max_batch_size"]
-        fed = torch.zeros(count, 1, dtype=torch.int32)
+        fed = torch.zeros(self._owners, self._rows, 1, dtype=torch.int32)
         starts = self._filled.clamp(max=self.info["max_seq_len"] - 1)
-        fed[rows, 0], starts[rows] = tokens.to(torch.int32), positions.to(torch.int32)
-        logits = self._runner.run("absorbed", slice(0, count), fed, starts, torch.arange(count, dtype=torch.int32))
-        self._filled[rows] = positions.to(torch.int32) + 1
-        return logits[rows.to(logits.device)]
+        places = [self._place(page) for page in pages.tolist()]
+        for place, token, position in zip(places, tokens.tolist(), positions.tolist(), strict=True):
+            fed[place], starts[place], self._filled[place] = token, position, position + 1
+        results = self._together(
+            [Step("decode", {"tokens": fed[rank], "starts": starts[rank]}) for rank in range(self._owners)]
+        )
+        return torch.stack([results[rank][0][row] for rank, row in places])
 
-    def _prefill(self, tokens: Tensor, positions: Tensor, row: int) -> Tensor:
-        """A chunk of one row."""
+    def _prefill(self, tokens: Tensor, positions: Tensor, page: int) -> Tensor:
+        """A chunk of one row -> logits [1, V]."""
         real = positions >= 0
-        tokens, start = tokens[real].to(torch.int32)[None], positions[real][:1].to(torch.int32)
-        count = tokens.shape[1]
-        form = "expanded" if count >= self.info["expanded_from"] else "absorbed"
-        logits = self._runner.run(form, slice(row, row + 1), tokens, start, torch.tensor([count - 1], dtype=torch.int32))
-        self._filled[row] = start[0] + count
-        return logits
+        tokens, start = tokens[real].to(torch.int32)[None], int(positions[real][0])
+        owner, row = self._place(page)
+        steps = [Step("chunk", {"tokens": torch.zeros_like(tokens), "start": start, "row": self._rows})] * self._owners
+        steps[owner] = Step("chunk", {"tokens": tokens, "start": start, "row": row})
+        results = self._together(steps)
+        self._filled[owner, row] = start + tokens.shape[1]
+        self._verified.pop(page, None)
+        return results[owner][0]
 
     def _check(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> None:
         """Refuse what the engines would read or write out of bounds."""
@@ -108,148 +153,3 @@ def _check_range(name: str, values: Tensor, least: int, end: int) -> None:
     low, high = (int(value) for value in values.aminmax())
     if low < least or high >= end:
         raise ValueError(f"{name} {low if low < least else high} is out of range: it must be at least {least} and below {end}.")
-
-
-class TensorrtRunner:
-    """The engines of rank 0 on one GPU."""
-
-    def __init__(self, info: dict[str, Any], folder: Path) -> None:
-        if info["ranks"] > 1:
-            raise RuntimeError(f"These engines are of {info['ranks']} ranks, and this runtime runs one: build with parallel.tp=1.")
-        _check_gpu(info)
-        self._trt, self._info = _library(info), info
-        self._logger = self._trt.Logger(self._trt.Logger.WARNING)
-        self._runtime = self._trt.Runtime(self._logger)
-        self._stream = torch.cuda.Stream()
-        shape, dtype = (info["max_batch_size"], 1, info["max_seq_len"], info["latent_dim"]), getattr(torch, info["dtype"])
-        self._caches = {f"cache.{i}": torch.zeros(shape, dtype=dtype, device="cuda") for i in range(info["num_layers"])}
-        self._weights = _load_weights(info, folder)
-        self._networks = {
-            form: [_Network(self, folder, each) for each in _segments(info, form)] for form in ("absorbed", "expanded")
-        }
-        self._graph: _DecodeGraph | None = None
-
-    def run(self, form: str, rows: slice, tokens: Tensor, starts: Tensor, wanted: Tensor) -> Tensor:
-        """See `Runner`."""
-        with torch.cuda.stream(self._stream):
-            if form == "absorbed" and tokens.shape == (self._info["max_batch_size"], 1):
-                self._graph = self._graph or _DecodeGraph(self, tokens, starts, wanted)
-                logits = self._graph(tokens, starts)
-            else:
-                logits = self.enqueue(form, rows, *(value.to("cuda") for value in (tokens, starts, wanted)))
-        self._stream.synchronize()
-        return logits
-
-    def enqueue(self, form: str, rows: slice, tokens: Tensor, starts: Tensor, wanted: Tensor) -> Tensor:
-        """All segments in order, on this runner's stream; tensors are on the GPU."""
-        count = tokens.shape[1]
-        feeds = {name: cache[rows] for name, cache in self._caches.items()} | self._weights
-        positions = (starts[:, None] + torch.arange(count, device="cuda", dtype=torch.int32)).contiguous()
-        feeds |= {"tokens": tokens, "starts": starts, "positions": positions, "logit_rows": wanted}
-        if form == "expanded":
-            feeds["keys"] = torch.tensor([int(starts.max()) + count], dtype=torch.int64)  # read on the host
-        for network in self._networks[form]:
-            outputs = network.enqueue(feeds, self._stream)
-            feeds["hidden"] = outputs.get("states", feeds.get("hidden"))
-        return outputs["logits"]
-
-
-class _Network:
-    """One engine and its execution context."""
-
-    def __init__(self, runner: TensorrtRunner, folder: Path, facts: dict[str, Any]) -> None:
-        self._facts = facts
-        plan = (folder / facts["file"]).read_bytes()
-        self._engine = runner._runtime.deserialize_cuda_engine(plan)
-        if self._engine is None:
-            raise RuntimeError(
-                f"{facts['file']} cannot be opened by this {runner._info['library']}: build it again with this version."
-            )
-        self._context = self._engine.create_execution_context()
-
-    def enqueue(self, feeds: dict[str, Tensor], stream: Any) -> dict[str, Tensor]:
-        """Bind and start; outputs are new tensors, but caches are the inputs themselves."""
-        for name, facts in self._facts["inputs"].items():
-            value = feeds[facts.get("binds", name)]
-            if value.device.type == "cuda" and -1 in facts["shape"]:
-                self._must(self._context.set_input_shape(name, tuple(value.shape)), f"takes {name} of shape {list(value.shape)}")
-            self._must(self._context.set_tensor_address(name, value.data_ptr()), f"binds {name}")
-        outputs = {}
-        for name, facts in self._facts["outputs"].items():
-            if name.startswith("present."):
-                outputs[name] = feeds[facts.get("binds", name).replace("present", "cache")]
-            else:
-                outputs[name] = torch.empty(
-                    tuple(self._context.get_tensor_shape(name)), dtype=DTYPES[facts["dtype"]], device="cuda"
-                )
-            self._must(self._context.set_tensor_address(name, outputs[name].data_ptr()), f"binds {name}")
-        self._must(self._context.execute_async_v3(stream.cuda_stream), "runs")
-        return outputs
-
-    def _must(self, done: bool, what: str) -> None:
-        if not done:
-            raise RuntimeError(f"{self._facts['file']} no longer {what}: TensorRT's reason is in the server's log.")
-
-
-class _DecodeGraph:
-    """A decode step of all rows, captured."""
-
-    def __init__(self, runner: TensorrtRunner, tokens: Tensor, starts: Tensor, wanted: Tensor) -> None:
-        self._inputs = [value.to("cuda") for value in (tokens, starts, wanted)]
-        rows = slice(0, len(tokens))
-        for _ in range(2):
-            runner.enqueue("absorbed", rows, *self._inputs)
-        runner._stream.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=runner._stream):
-            self._logits = runner.enqueue("absorbed", rows, *self._inputs)
-
-    def __call__(self, tokens: Tensor, starts: Tensor) -> Tensor:
-        """Copy the inputs in, replay, and copy the logits out."""
-        self._inputs[0].copy_(tokens)
-        self._inputs[1].copy_(starts)
-        self._graph.replay()
-        return self._logits.clone()
-
-
-def _segments(info: dict[str, Any], form: str) -> list[dict[str, Any]]:
-    """The engines of the model in one form, in the order of layers; not the MTP layer's."""
-    chosen = [each for each in info["engines"].values() if each["form"] == form and each["first_layer"] < info["num_layers"]]
-    return sorted(chosen, key=lambda each: each["first_layer"])
-
-
-def _load_weights(info: dict[str, Any], folder: Path) -> dict[str, Tensor]:
-    """Weights that are inputs; empty where engines carry theirs."""
-    from safetensors.torch import load_file
-
-    return {name: value for file in info["weight_files"] for name, value in load_file(folder / file, device="cuda").items()}
-
-
-def _check_gpu(info: dict[str, Any]) -> None:
-    """Refuse a machine without a GPU that the engines cover."""
-    built = " or ".join(info["targets"])
-    if not torch.cuda.is_available():
-        raise RuntimeError(
-            f"These engines were built for {built}, but torch sees no GPU here: check nvidia-smi, and torch's build."
-        )
-    major, minor = torch.cuda.get_device_capability()
-    if f"SM{major}{minor}" not in info["targets"]:
-        name = torch.cuda.get_device_name()
-        raise RuntimeError(
-            f"These engines were built for {built}; {name} is SM{major}{minor}: build them for +hw= of this machine."
-        )
-
-
-def _library(info: dict[str, Any]) -> Any:
-    """The library that built the engines, in the same version: engines of one are not another's."""
-    for name in LIBRARIES[info["library"]]:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue
-        if module.__version__ != info["version"]:
-            raise RuntimeError(
-                f"These engines were built by {info['library']} {info['version']}; {module.__version__} is here: install the same."
-            )
-        return module
-    raise RuntimeError(f"These engines need {info['library']} {info['version']}, which is not installed here.")

@@ -118,7 +118,7 @@ class TritonPythonModel:
         self._senders: dict[int, Any] = {}
         self._last_or_look = threading.Lock()
         self._outbox: queue.SimpleQueue[tuple[Any, Any, bool] | None] = queue.SimpleQueue()
-        self._metrics = Metrics(args["model_name"])
+        self._metrics = Metrics(args["model_name"], drafts=bool(info.get("drafts")))
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._deliver, self._watch)]
         for thread in self._threads:
@@ -219,7 +219,7 @@ class Metrics:
     They are also sent before a request's last response, so a client that has its answer finds it in the metrics.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, drafts: bool = False) -> None:
         gauge, counter = pb_utils.MetricFamily.GAUGE, pb_utils.MetricFamily.COUNTER
         families = {
             "running": ("llm_requests_running", "Requests that hold a slot", gauge),
@@ -227,6 +227,10 @@ class Metrics:
             "pages_used": ("llm_kv_pages_used", "KV pages reserved by running requests", gauge),
             "tokens": ("llm_generated_tokens", "Tokens generated since the start", counter),
         }
+        if drafts:
+            families["drafted"] = ("llm_draft_tokens", "Tokens drafted by the MTP layer", counter)
+            families["accepted"] = ("llm_draft_tokens_accepted", "Of those, the ones that the model chose, too", counter)
+        self._counters = {key for key, (_, _, kind) in families.items() if kind == counter}
         self._last, self._lock = Stats(0, 0, 0, 0), threading.Lock()
         self._families: list[Any] = []
         self._metrics: dict[str, Any] = {}
@@ -245,7 +249,7 @@ class Metrics:
             stats = read()
             for key, metric in self._metrics.items():
                 new, old = getattr(stats, key), getattr(self._last, key)
-                if new != old and key == "tokens":
+                if new != old and key in self._counters:
                     metric.increment(new - old)
                 elif new != old:
                     metric.set(new)

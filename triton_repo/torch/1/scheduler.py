@@ -35,6 +35,9 @@ class Engine(Protocol):
     def step(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
         """Write the tokens at their positions through the page table; logits of each row's last position."""
 
+    def speculate(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Where info["drafts"]: drafts [B] of what follows a row's token, and logits [B, 2, V] behind the token and the draft."""
+
 
 class QueueFullError(RuntimeError):
     """As many requests wait as may wait."""
@@ -116,6 +119,10 @@ class Stats:
     pages_used: int
     tokens: int
     """Tokens generated since the start."""
+    drafted: int = 0
+    """Tokens drafted by the MTP layer since the start, of greedy requests."""
+    accepted: int = 0
+    """Those of them that the model chose, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +147,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._active: list[_Sequence] = []
         self._cancelled: set[int] = set()
-        self._tokens = 0
+        self._tokens = self._drafted = self._accepted = 0
         self._closed = ""
         self._work = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -174,7 +181,7 @@ class Scheduler:
         """How full the engine is."""
         with self._work:
             used = self.limits.num_pages - 1 - len(self._free_pages)
-            return Stats(len(self._active), len(self._waiting), used, self._tokens)
+            return Stats(len(self._active), len(self._waiting), used, self._tokens, self._drafted, self._accepted)
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -242,20 +249,41 @@ class Scheduler:
             self._accept([sequence], logits)
 
     def _decode(self, sequences: list[_Sequence]) -> None:
-        logits = self._step(sequences, [[sequence.last] for sequence in sequences])
+        tokens = [[sequence.last] for sequence in sequences]
+        if self.engine.info.get("drafts"):
+            self._decode_drafted(sequences, tokens)
+            return
+        logits = self._step(sequences, tokens)
         for sequence in sequences:
             sequence.done += 1
         self._accept(sequences, logits)
 
+    def _decode_drafted(self, sequences: list[_Sequence], tokens: list[list[int]]) -> None:
+        """The next token of every sequence, and where a greedy one's was drafted, the one after it: the same as without drafts."""
+        drafts, logits = self.engine.speculate(*self._inputs(sequences, tokens))
+        for sequence in sequences:
+            sequence.done += 1
+        self._accept(sequences, logits[:, 0])
+        greedy = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.greedy]
+        right = [row for row in greedy if sequences[row].last == int(drafts[row])]
+        with self._work:
+            self._drafted, self._accepted = self._drafted + len(greedy), self._accepted + len(right)
+        going = [row for row in right if sequences[row] in self._active]
+        for row in going:
+            sequences[row].done += 1
+        if going:
+            self._accept([sequences[row] for row in going], logits[going, 1])
+
     def _step(self, sequences: list[_Sequence], tokens: list[list[int]]) -> Tensor:
+        return self.engine.step(*self._inputs(sequences, tokens))
+
+    def _inputs(self, sequences: list[_Sequence], tokens: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of equal length; the page table is as wide as the longest of them needs now."""
         length = len(tokens[0])
         width = max(-(-(sequence.done + length) // self.limits.page_size) for sequence in sequences)
         positions = [range(sequence.done, sequence.done + length) for sequence in sequences]
         pages = [(sequence.pages + [0] * width)[:width] for sequence in sequences]
-        return self.engine.step(
-            torch.tensor(tokens), torch.tensor([list(row) for row in positions]), torch.tensor(pages)
-        )
+        return torch.tensor(tokens), torch.tensor([list(row) for row in positions]), torch.tensor(pages)
 
     def _accept(self, sequences: list[_Sequence], logits: Tensor) -> None:
         for sequence, token in zip(sequences, sample(logits, [s.request.sampling for s in sequences]), strict=True):
