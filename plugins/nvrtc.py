@@ -21,7 +21,10 @@ from typing import Any
 
 from pipeline.core.errors import MissingToolError, StageError
 
-__all__ = ["Module", "Source", "aligned", "compile_source", "compiler_version", "processors", "source_text", "tensor_map", "wheels"]
+__all__ = [
+    "Module", "Source", "aligned", "compile_source", "compiler_version", "heads_matrix", "processors", "source_text", "tensor_map",
+    "wheels",
+]  # fmt: skip
 
 FLAGS = ("--std=c++17",)
 INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
@@ -122,6 +125,17 @@ def processors(device: Any) -> int:
     import torch
 
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def heads_matrix(x: Any) -> tuple[Any, int]:
+    """x [T, A, D] as a matrix [T, .] for `tensor_map`, and the columns from one head to the next; copied only where it must be."""
+    rows, heads, width = x.shape
+    row, head, one = x.stride()
+    if one != 1 or row % 8 or head % 8 or x.data_ptr() % 16 or (rows > 1 and row < (heads - 1) * head + width):
+        x = x.new_empty(x.shape).copy_(x)
+        row, head, _ = x.stride()
+    columns = (heads - 1) * head + width
+    return x.as_strided((rows, columns), (max(row, columns), 1)), 0 if heads == 1 else head
 
 
 def tensor_map(matrix: Any, rows: int, columns: int = 64, swizzle: bool | None = None) -> Any:

@@ -23,13 +23,14 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory"); }
 
-// Operands of a thread's 32 or 128 sums: their places in the instruction, and the registers.
+// Operands of a thread's 32, 64 or 128 sums: their places in the instruction, and the registers.
 #define PLACES_32 \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define PLACES_128 PLACES_32 "," \
+#define PLACES_64 PLACES_32 "," \
   "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define PLACES_128 PLACES_64 "," \
   "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
   "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
   "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
@@ -37,7 +38,8 @@ __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 #define FOUR(s, i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
 #define SUMS_32(s, i) \
   FOUR(s, i), FOUR(s, i + 4), FOUR(s, i + 8), FOUR(s, i + 12), FOUR(s, i + 16), FOUR(s, i + 20), FOUR(s, i + 24), FOUR(s, i + 28)
-#define SUMS_128(s) SUMS_32(s, 0), SUMS_32(s, 32), SUMS_32(s, 64), SUMS_32(s, 96)
+#define SUMS_64(s) SUMS_32(s, 0), SUMS_32(s, 32)
+#define SUMS_128(s) SUMS_64(s), SUMS_32(s, 64), SUMS_32(s, 96)
 
 // sum [64, 64] = (or +=) a [64, 16] * b [64, 16]^T, both in shared memory, rows along the inner axis
 __device__ __forceinline__ void wgmma_64(float (&s)[32], u64 a, u64 b, int add) {
@@ -45,6 +47,21 @@ __device__ __forceinline__ void wgmma_64(float (&s)[32], u64 a, u64 b, int add) 
       "{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." OPERANDS " {" PLACES_32
       "}, %32, %33, p, 1, 1, 0, 0; }"
       : SUMS_32(s, 0) : "l"(a), "l"(b), "r"(add));
+}
+
+// sum [64, 128] = (or +=) a [64, 16] * b [128, 16]^T
+__device__ __forceinline__ void wgmma_128(float (&s)[64], u64 a, u64 b, int add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." OPERANDS " {" PLACES_64
+      "}, %64, %65, p, 1, 1, 0, 0; }"
+      : SUMS_64(s) : "l"(a), "l"(b), "r"(add));
+}
+
+// sum [64, 128] += a [64, 16] * b [16, 128], b along columns; a in registers
+__device__ __forceinline__ void wgmma_128(float (&o)[64], const u32 (&a)[4], u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." OPERANDS " {" PLACES_64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+      : SUMS_64(o) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // sum [64, 256] += a [64, 16] * b [16, 256], b along columns; a in registers
@@ -79,7 +96,7 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
       :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
-// 64 x 64 of a matrix into a swizzled tile, completing on `barrier`
+// 64 columns of a matrix, as many rows as its map says, into a swizzled tile, completing on `barrier`
 __device__ __forceinline__ void copy_tile(u32 tile, const TensorMap* map, int column, int row, u64* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
@@ -101,4 +118,35 @@ __device__ __forceinline__ float exp2_fast(float value) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
   return result;
+}
+
+// Four words of each of four lanes, word i of lane l -> word l of lane i.
+__device__ __forceinline__ void transpose(u32 (&a)[4]) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool upper = threadIdx.x & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const u32 other = __shfl_xor_sync(~0u, upper ? a[i] : a[i + bit], bit);
+      if (upper) a[i] = other;
+      else a[i + bit] = other;
+    }
+  }
+}
+
+// Row g + 8 `half` of a warpgroup's sums, times `factor`, to memory in BF16, 16 bytes a lane; `there`: whether to write it.
+template <int N>
+__device__ __forceinline__ void store_row(const float (&o)[N], int half, float factor, u16* row, bool there) {
+#pragma unroll
+  for (int j = 0; j < N / 4; j += 4) {
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int element = 4 * (j + i) + 2 * half;
+      words[i] = bf16_pair(o[element] * factor, o[element + 1] * factor);
+    }
+    transpose(words);
+    if (there) *(uint4*)(row + (j + threadIdx.x % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plugins.bench import Bench, Call, relative
-from plugins.mla_decode import op, reference
+from plugins.mla_decode import op, reference, tactics
 
 __all__ = ["rows"]
 
@@ -47,7 +47,7 @@ def _row(bench: Bench, batch: int, length: int, fp8: bool) -> dict[str, Any]:
         lambda overlap: op.launch(q, cache, table, lengths, out, lse, SCALE, overlap=overlap),
         error=lambda: relative(out[few], wanted),
         eager=eager,
-        peers=_fp8_peers(q, cache, table, lengths) if fp8 else _peers(q, cache, table, lengths),
+        peers=_peers(q, cache, table, lengths),
         right=lambda found: relative(found.view(out.shape)[few], wanted) < (0.1 if fp8 else 1e-2),
         moved=cache.numel() * cache.element_size() + (q.numel() + out.numel()) * 2,
         flops=flops,
@@ -57,36 +57,11 @@ def _row(bench: Bench, batch: int, length: int, fp8: bool) -> dict[str, Any]:
 
 
 def _peers(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> dict[str, Call]:
-    return {"flash_mla": _flash_mla(q, cache, table, lengths), "flashinfer": _flashinfer(q, cache, table, lengths)}
-
-
-def _fp8_peers(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> dict[str, Call]:
-    """sgl-kernel's FlashMLA: its queries are FP8, too, and its products."""
-    state: list[Any] = []
-    codes, one = q.to(op.FP8), torch.ones(1, device="cuda")
-
-    def sgl() -> Tensor:
-        ops = torch.ops.sgl_kernel
-        if not state:
-            state.extend(ops.get_mla_decoding_metadata_dense_fp8(lengths, HEADS, 1))
-        rest = op.LATENT, lengths, table, SCALE, False, *state, one, one
-        return ops.fwd_kvcache_mla_fp8(codes, cache.unsqueeze(2), *rest)[0]
-
-    return {"sgl_flash_mla": sgl}
-
-
-def _flash_mla(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> Call:
-    state: list[Any] = []
-
-    def call() -> Tensor:
-        import flash_mla
-
-        if not state:
-            state.append(flash_mla.get_mla_metadata()[0])
-        rest = table, lengths, op.LATENT, state[0], None, SCALE, False
-        return flash_mla.flash_mla_with_kvcache(q, cache.unsqueeze(2), *rest)[0]
-
-    return call
+    """As an op can call them; flashinfer's plan is made once, on the host, and not counted."""
+    inputs = q, cache, table, lengths, SCALE, op.LATENT
+    if cache.dtype == op.FP8:
+        return {"sgl_flash_mla": lambda: tactics.sgl_flash_mla(*inputs, 1.0)[0]}
+    return {"flash_mla": lambda: tactics.flash_mla(*inputs)[0], "flashinfer": _flashinfer(q, cache, table, lengths)}
 
 
 def _flashinfer(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> Call:

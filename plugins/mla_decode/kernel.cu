@@ -22,6 +22,7 @@
 #define OPERANDS "f16.f16"
 #endif
 #include "../wgmma.cuh"
+#include "../softmax.cuh"
 #include "work.cuh"
 
 constexpr int CONSUMER_REGISTERS = FP8 ? 216 : 240, PRODUCER_REGISTERS = FP8 ? 72 : 24;  // of the 3 * 168 that CTAs begin with
@@ -159,38 +160,7 @@ __device__ __forceinline__ void mask(Shared& shared, float (&s)[32], int seen) {
   rendezvous(CLEARED + W, 128);
 }
 
-// The largest of this thread's two rows and of what `top` holds.
-__device__ __forceinline__ void largest(const float (&s)[32], float (&top)[2]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) top[half] = fmaxf(top[half], fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
-    top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
-    top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
-  }
-}
-
-// Scores -> weights, and their sums.
-__device__ __forceinline__ void weigh(float (&s)[32], const float (&top)[2], float scale, float (&sum)[2]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float offset = top[half] * scale;
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      float& weight = s[j / 2 * 4 + 2 * half + j % 2];
-      weight = exp2_fast(weight * scale - offset);
-      sum[half] += weight;
-    }
-  }
-}
-
-// Weights as the first operand of four steps.
-__device__ __forceinline__ void round_weights(const float (&s)[32], u32 (&weights)[4][4]) {
-#pragma unroll
-  for (int i = 0; i < 16; ++i) weights[i / 4][i % 4] = operand_pair(s[2 * i], s[2 * i + 1]);
-}
-
-// The same into shared memory, for the other warpgroup.
+// Weights into shared memory, for the other warpgroup.
 __device__ __forceinline__ void share_weights(char* tile, int row, const u32 (&weights)[4][4]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
@@ -198,18 +168,6 @@ __device__ __forceinline__ void share_weights(char* tile, int row, const u32 (&w
     *(u32*)(tile + line * 128 + ((i / 2 ^ line % 8) << 4) + threadIdx.x % 4 * 4) = weights[i / 4][i % 4];
   }
   publish();
-}
-
-// Sums and their rows' totals for a larger largest score; most often there is none.
-__device__ __forceinline__ void rescale(float (&o)[128], float (&sum)[2], const float (&factor)[2]) {
-  if (!__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) return;
-#pragma unroll
-  for (int i = 0; i < 128; ++i) o[i] *= factor[i / 2 % 2];
-  sum[0] *= factor[0], sum[1] *= factor[1];
-}
-
-__device__ __forceinline__ void factors(float (&factor)[2], const float (&before)[2], const float (&now)[2], float scale) {
-  factor[0] = exp2_fast((before[0] - now[0]) * scale), factor[1] = exp2_fast((before[1] - now[1]) * scale);
 }
 
 __device__ __forceinline__ void free_half(Shared& shared, int block, int half) {
@@ -305,9 +263,9 @@ __device__ __forceinline__ void write(Shared& shared, int w, int row, const floa
   for (int half = 0; half < 2; ++half) {
     const int line = row + 8 * half;
     if (line >= OWN_HEADS) continue;
-    const float all = some ? sum[half] + shared.sums[1 - w][line] : 0.f, factor = all > 0.f ? p.value_scale / all : 0.f;
+    const float all = some ? sum[half] + shared.sums[1 - w][line] : 0.f, factor = all == 0.f ? 0.f : p.value_scale / all;
     const size_t place = (size_t)(piece.row + line) * p.splits + piece.split;
-    if (w == 0 && threadIdx.x % 4 == 0) p.lse[place] = all > 0.f ? top[half] * p.scale + log2f(all) : NONE;
+    if (w == 0 && threadIdx.x % 4 == 0) p.lse[place] = natural(top[half], p.scale, all);
     float* part = p.part + place * LATENT + 256 * w + threadIdx.x % 4 * 2;
     char* staged = shared.q + line * 1024 + threadIdx.x % 4 * 4;
 #pragma unroll

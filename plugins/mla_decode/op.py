@@ -5,6 +5,7 @@
 q BF16 [B, T, A, 576] (absorbed: latent | rope), cache BF16 or E4M3 [pages, page, 576] (times kv_scale), table I32 [B, P], lengths
 I32 [B], T queries a sequence of which the last is at its last token -> out BF16 [B, T, A, 512], lse F32 [B, T, A] (natural
 logarithm; -inf: no token). An FP8 cache is multiplied in FP16, which has all its values: it halves bytes, not the arithmetic.
+Where sgl-kernel's FlashMLA is loaded and faster, it is multiplied in FP8, and queries are rounded to it (`tactics`).
 
 The kernel needs sm_90 (it is wgmma and TMA through and through), D = 576, L = 512, pages of a multiple of 64 tokens, and a
 multiple of 64 heads or fewer than 64; other cases are computed page by page in plain torch. A sequence is split among CTAs so
@@ -22,12 +23,12 @@ from torch import Tensor
 
 from pipeline.core.errors import ConfigError
 from plugins.mla_decode import reference, tactics
-from plugins.nvrtc import Source, aligned, tensor_map
+from plugins.nvrtc import Source, aligned, processors, tensor_map
+from plugins.tactics import OURS
 
 __all__ = ["mla_decode"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"), specific=True)
-COMBINE = Source(Path(__file__).with_name("combine.cu"))
 DIM, LATENT, BLOCK = 576, 512, 64
 FP8 = torch.float8_e4m3fn
 THREADS, SHARED = 384, 3 * 9 * 8192 + 1024 + 128 + 1024
@@ -45,11 +46,14 @@ def mla_decode(
     _check(q, cache, table, lengths, latent)
     if not q.numel() or not has_kernel(q, cache, latent):
         return _plain(q, cache, table, lengths, scale, latent, kv_scale)
-    if _fastest(q, cache, table) == "flash_mla":
+    fastest = _fastest(q, cache, table)
+    if fastest == "flash_mla":
         return tactics.flash_mla(q, cache, table, lengths, scale, latent)
+    if fastest == "sgl_flash_mla":
+        return tactics.sgl_flash_mla(q, cache, table, lengths, scale, latent, kv_scale)
     out, lse = _outputs(q, latent)
     launch(aligned(q), aligned(cache), aligned(table), aligned(lengths), out, lse, scale, kv_scale)
-    return out, torch.where(lse > -1e29, lse * LN2, -torch.inf)
+    return out, lse
 
 
 def launch(
@@ -64,25 +68,25 @@ def launch(
     splits: int | None = None,
     overlap: bool = False,
 ) -> None:
-    """The kernels alone, from and into `aligned` tensors; lse in powers of two, -1e30 for no token.
+    """The kernels alone, from and into `aligned` tensors.
 
     `overlap`: let the first start while the kernel before it on the stream still runs.
     """
     (batch, tokens, heads, _), page = q.shape, cache.shape[1]
     tiles, rows = tokens * max(1, heads // BLOCK), batch * tokens * heads
     if splits is None:
-        splits = best_splits(tiles * batch, -(-table.shape[1] * page // (2 * BLOCK)), _processors(q.device.index or 0))
+        splits = best_splits(tiles * batch, -(-table.shape[1] * page // (2 * BLOCK)), processors(q.device))
     part, part_lse = (out, lse) if splits == 1 else _parts(q.device, rows, splits)
     maps = tensor_map(q.view(rows, DIM), BLOCK), tensor_map(cache.view(-1, DIM), BLOCK)
     scales = float(scale * kv_scale / LN2), float(kv_scale)
     with torch.cuda.device(q.device):
         module = SOURCE.module(HEADS=heads, PAGE=page, FP8=int(cache.dtype == FP8))
         arguments = *maps, table, lengths, out, part, part_lse, table.shape[1], tokens, splits, batch, *scales
-        grid = (min(tiles * splits * batch, _processors(q.device.index or 0)), 1, 1)
+        grid = (min(tiles * splits * batch, processors(q.device)), 1, 1)
         module.launch("mla_decode", grid, THREADS, *arguments, overlap=overlap, shared=SHARED)
         if splits > 1:
             combined = part, part_lse, out, lse, splits
-            COMBINE.module().launch("mla_combine", (rows, 1, 1), LATENT // 4, *combined, overlap=True)
+            tactics.COMBINE.module().launch("mla_combine", (rows, 1, 1), LATENT // 4, *combined, overlap=True)
 
 
 @functools.cache
@@ -104,11 +108,12 @@ def has_kernel(q: Tensor, cache: Tensor, latent: int) -> bool:
 
 def _fastest(q: Tensor, cache: Tensor, table: Tensor) -> str:
     """Of the implementations that take these shapes, the measured choice."""
-    page = cache.shape[1]
-    if cache.dtype == FP8 or page != tactics.FLASH_PAGE or not table.shape[1]:
-        return "ours"
-    name = torch.cuda.get_device_name(q.device)
-    return tactics.choose(q.shape[0] * q.shape[1], table.shape[1] * page, name, tactics.present())
+    page, fp8 = cache.shape[1], cache.dtype == FP8
+    if page != tactics.PAGE or not table.shape[1]:
+        return OURS
+    same = torch.cuda.get_device_name(q.device), "fp8" if fp8 else "bf16"
+    sizes = q.shape[0] * q.shape[1], table.shape[1] * page
+    return tactics.TABLE.choose(same, sizes, tactics.present(fp8))
 
 
 @mla_decode.register_fake
@@ -123,11 +128,6 @@ def _plain(
     _check(q, cache, table, lengths, latent)
     out, lse = reference.mla_decode(q, cache, table, lengths, scale, latent, kv_scale)
     return out.bfloat16(), lse.float()
-
-
-@functools.cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _parts(device: torch.device, rows: int, splits: int) -> tuple[Tensor, Tensor]:

@@ -1,51 +1,37 @@
-"""Which implementation of the decoding attention is fastest where: measured, kept in `tactics.json`, looked up by the op.
+"""Which implementation of the decoding attention is fastest where (`tactics.json`; see `plugins.tactics`), and those of others.
 
-Each row of the file is one measured shape: `batch`, `length` (tokens of the longest sequence), `device` and the microseconds of
-each implementation; `scripts/bench_plugins.py --only mla_decode --json FILE`, then `python -m plugins.mla_decode.tactics FILE`,
-writes it anew. A shape that was not measured takes the nearest one's order. "ours" is always there; "flash_mla" where DeepSeek's
-FlashMLA can be imported, for BF16 caches in pages of 64, and not under `R1_PIPELINE_MLA=ours`.
+"flash_mla": DeepSeek's FlashMLA, where it can be imported, for BF16 caches in pages of 64. "sgl_flash_mla": sgl-kernel's, where
+it is loaded, for FP8 caches in pages of 64; it rounds queries to E4M3 (within 448), too: 3 % of the output's norm.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import json
-import math
-import os
-import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["choose", "flash_mla", "present"]
+from plugins.nvrtc import Source, aligned
+from plugins.tactics import Table, ours_alone
 
-FILE = Path(__file__).with_name("tactics.json")
-FLASH_PAGE = 64
+__all__ = ["COMBINE", "TABLE", "flash_mla", "present", "sgl_flash_mla"]
+
+TABLE = Table(
+    Path(__file__).with_name("tactics.json"), "mla_decode", ("device", "cache"), ("batch", "length"), ("flash_mla", "sgl_flash_mla")
+)
+COMBINE = Source(Path(__file__).with_name("combine.cu"))
+THREADS = 128
+PAGE = 64
+FP8, MOST = torch.float8_e4m3fn, 448.0
 
 
 @functools.cache
-def present() -> tuple[str, ...]:
-    """Implementations that can be used in this process."""
-    found = os.environ.get("R1_PIPELINE_MLA") != "ours" and importlib.util.find_spec("flash_mla") is not None
-    return ("ours", "flash_mla") if found else ("ours",)
-
-
-@functools.cache
-def choose(batch: int, length: int, device: str, names: tuple[str, ...]) -> str:
-    """The fastest of `names` at the nearest measured shape, by the logarithms; "ours" on a device that was not measured."""
-    rows = [row for row in _rows() if row["device"] == device]
-    if not rows:
-        return "ours"
-
-    def distance(row: Mapping[str, Any]) -> float:
-        return abs(math.log(row["batch"] / batch)) + abs(math.log(row["length"] / length))
-
-    times = min(rows, key=distance)["us"]
-    return min((name for name in names if name in times), key=times.__getitem__, default="ours")
+def present(fp8: bool) -> tuple[str, ...]:
+    """Implementations that can be used in this process for a cache of FP8 or BF16 in pages of 64."""
+    found = hasattr(torch.ops.sgl_kernel, "fwd_kvcache_mla_fp8") if fp8 else importlib.util.find_spec("flash_mla") is not None
+    return ("ours", "sgl_flash_mla" if fp8 else "flash_mla") if found and not ours_alone() else ("ours",)
 
 
 def flash_mla(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int) -> tuple[Tensor, Tensor]:
@@ -54,32 +40,25 @@ def flash_mla(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: f
 
     schedule = library.get_mla_metadata()[0]
     rest = table, lengths, latent, schedule, None, scale, q.shape[1] > 1
-    out, lse = library.flash_mla_with_kvcache(q, cache.unsqueeze(2), *rest)
-    query = torch.arange(q.shape[1], device=q.device).view(-1, 1)
-    none = lengths.view(-1, 1, 1) - (q.shape[1] - 1 - query) <= 0  # its sums would be arbitrary, their logarithm inf
-    return out.masked_fill(none.unsqueeze(-1), 0), lse.transpose(1, 2).masked_fill(none, -torch.inf)
+    return _without_empty(*library.flash_mla_with_kvcache(q, cache.unsqueeze(2), *rest), lengths)
 
 
-@functools.cache
-def _rows() -> list[dict[str, Any]]:
-    return json.loads(FILE.read_text(encoding="utf-8"))["rows"]
+def sgl_flash_mla(
+    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, kv_scale: float
+) -> tuple[Tensor, Tensor]:
+    """sgl-kernel's FlashMLA for FP8 as the op's results."""
+    library, rows = torch.ops.sgl_kernel, q.shape[1] * q.shape[2]
+    schedule = library.get_mla_decoding_metadata_dense_fp8(lengths, rows, 1)
+    scales = q.new_ones(1, dtype=torch.float32), q.new_full((1,), kv_scale, dtype=torch.float32)
+    codes = q.clamp(-MOST, MOST).to(FP8)
+    rest = latent, lengths, table, scale, q.shape[1] > 1, *schedule, *scales
+    return _without_empty(*library.fwd_kvcache_mla_fp8(codes, cache.unsqueeze(2), *rest), lengths)
 
 
-def _write(result: Path) -> None:
-    """The file, from a benchmark's result."""
-    measured = json.loads(result.read_text(encoding="utf-8"))
-    rows = [
-        {
-            "batch": row["batch"],
-            "length": row["length"],
-            "device": measured["device"],
-            "us": {"ours": row["ours_us"]} | {name: time for name, time in row["peers"].items() if name == "flash_mla"},
-        }
-        for row in measured["rows"]
-        if row["plugin"] == "mla_decode" and row["cache"] == "bf16"
-    ]
-    FILE.write_text(json.dumps({"version": 1, "torch": measured["torch"], "rows": rows}, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    _write(Path(sys.argv[1]))
+def _without_empty(out: Tensor, lse: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """out [B, T, A, latent], lse [B, A, T]: where a query sees no token, their sums are arbitrary and the logarithm inf."""
+    (batch, tokens, heads, _), total = out.shape, lse.transpose(1, 2).contiguous()
+    with torch.cuda.device(out.device):
+        rest = aligned(lengths), out, total, tokens, heads
+        COMBINE.module().launch("mla_clear", (batch * tokens, 1, 1), THREADS, *rest, overlap=True)
+    return out, total

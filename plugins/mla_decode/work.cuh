@@ -3,12 +3,11 @@
 constexpr int LATENT = 512, DIM = 576, TOKENS = 64, TILE = 64 * 128, TILES = DIM / 64, ROPE_TILE = TILES - 1;
 constexpr int BLOCK = TILES * TILE, CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr int OWN_HEADS = HEADS < 64 ? HEADS : 64;
-constexpr float NONE = -1e30f;  // the largest score of nothing
 
 struct Problem {
   const int *pages, *lengths;
   u16* out;           // BF16 [rows, LATENT], or
-  float *part, *lse;  // F32 [rows, splits, LATENT] and [rows, splits], in powers of two
+  float *part, *lse;  // F32 [rows, splits, LATENT] and [rows, splits]
   int most_pages, q_tokens, splits, sequences;
   float scale, value_scale;
   __device__ __forceinline__ int tiles() const { return q_tokens * HEADS / OWN_HEADS; }
@@ -27,17 +26,6 @@ struct Piece {
     begin = split * share, end = min(begin + share, blocks), limit = min(length, end * TOKENS);
   }
 };
-
-// Two floats as the products' operands: BF16, or FP16 for an FP8 cache, which has all of E4M3's values, too.
-__device__ __forceinline__ u32 operand_pair(float first, float second) {
-#if FP8
-  u32 pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-  return pair;
-#else
-  return bf16_pair(first, second);
-#endif
-}
 
 // Two BF16 -> two FP16, at most its largest number.
 __device__ __forceinline__ u32 to_operands(u32 pair) {

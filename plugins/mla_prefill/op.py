@@ -6,26 +6,50 @@
 q BF16 [Tq, A, 192], k [Tk, A, 192], v [Tk, A, 128]; or kv [Tk, A, 256] (k_nope 128 | v) and k_rope [Tk, 64] of all heads, which
 spares the copy that joins them. cu_q, cu_k I32 [B + 1]: sequence b is rows cu[b] .. cu[b + 1] - 1; its last query is at its last
 key (keys of earlier chunks come first). -> out BF16 [Tq, A, 128], lse F32 [A, Tq] (natural logarithm; -inf, and zeros: no key).
+
+The kernel needs sm_90 and these widths; other cases are computed in plain torch, which waits for the device. Its work is found
+on the device, so a step can be captured in a graph. No sequence is split: few heads and few queries leave the chip idle. What
+is NaN or infinite in a key spoils the queries that see it; in a value, queries of the same block of 128, too, that do not.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.core.errors import ConfigError
-from plugins.mla_prefill import reference
+from plugins.mla_prefill import reference, tactics
+from plugins.nvrtc import Source, heads_matrix, processors, tensor_map
+from plugins.tactics import OURS
 
-__all__ = ["mla_prefill", "mla_prefill_kv"]
+__all__ = ["has_kernel", "launch", "mla_prefill", "mla_prefill_kv"]
+
+SOURCE = Source(Path(__file__).with_name("kernel.cu"), specific=True)
+NOPE, ROPE, VALUES = 128, 64, 128
+ROWS = 128
+"""Queries of a CTA, and keys of a block."""
+THREADS, SHARED = 384, 3 * ROWS * 128 + 2 * 5 * ROWS * 128 + 128 + 1024
+"""Threads of a CTA; bytes of its queries, two blocks of keys and values, barriers, and their alignment."""
+L2_BYTES = 32 << 20
+"""Keys and values that are in use at a time."""
+LN2 = 0.6931471805599453
 
 
 @torch.library.custom_op("r1_pipeline::mla_prefill", mutates_args=(), device_types="cuda")
 def mla_prefill(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """-> out BF16 [Tq, A, V], lse F32 [A, Tq]"""
     _check(q, k, v, cu_q, cu_k, scale)
-    return _plain(q, k, v, cu_q, cu_k, scale)
+    if not has_kernel(q, ROPE, v.shape[2]) or not len(k):
+        return _plain(q, k, v, cu_q, cu_k, scale)
+    name = _fastest(q, k, cu_q)
+    if name != OURS:
+        return tactics.THEIRS[name](q, k, v, cu_q, cu_k, scale)
+    out, lse = _outputs(q, VALUES)
+    launch(q, k[..., :NOPE], k[..., NOPE:], v, cu_q, cu_k, out, lse, scale)
+    return out, lse
 
 
 @torch.library.custom_op("r1_pipeline::mla_prefill_kv", mutates_args=(), device_types="cuda")
@@ -34,7 +58,57 @@ def mla_prefill_kv(
 ) -> tuple[Tensor, Tensor]:
     """-> out BF16 [Tq, A, V], lse F32 [A, Tq]"""
     _check_kv(q, kv, k_rope)
-    return mla_prefill(q, *reference.joined(q, kv, k_rope), cu_q, cu_k, scale)
+    values = kv.shape[2] - q.shape[2] + k_rope.shape[1]
+    if not has_kernel(q, k_rope.shape[1], values) or not len(kv):
+        return _plain(q, *reference.joined(q, kv, k_rope), cu_q, cu_k, scale)
+    _check(q, q, q, cu_q, cu_k, scale)
+    out, lse = _outputs(q, VALUES)
+    launch(q, kv[..., :NOPE], k_rope.unsqueeze(1), kv[..., NOPE:], cu_q, cu_k, out, lse, scale)
+    return out, lse
+
+
+def launch(
+    q: Tensor,
+    key: Tensor,
+    rope: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    overlap: bool = False,
+    l2_bytes: int = L2_BYTES,
+) -> None:
+    """The kernel alone: key [Tk, A, 128], rope [Tk, A or 1, 64], value [Tk, A, 128], views of anything.
+
+    `overlap`: let it start while the kernel before it on the stream still runs.
+    """
+    rows, heads, _ = q.shape
+    sequences, many = len(cu_q) - 1, processors(q.device)
+    matrices = [heads_matrix(x) for x in (q, key, rope, value)]
+    maps = (tensor_map(matrix, ROWS) for matrix, _ in matrices)
+    pitches = (pitch for _, pitch in matrices)
+    pieces = (-(-rows // ROWS) + sequences) * heads
+    with torch.cuda.device(q.device):
+        ends = cu_q.contiguous(), cu_k.contiguous()
+        arguments = *maps, *ends, out, lse, sequences, heads, rows, *pitches, scale / LN2
+        module = SOURCE.module(L2_BYTES=l2_bytes)
+        module.launch("mla_prefill", (min(pieces, many), 1, 1), THREADS, *arguments, overlap=overlap, shared=SHARED)
+
+
+def has_kernel(q: Tensor, rope: int, values: int) -> bool:
+    """Whether the kernel takes these widths on this device, and has something to do."""
+    widths = q.shape[2] == NOPE + ROPE and rope == ROPE and values == VALUES
+    return widths and q.numel() > 0 and torch.cuda.get_device_capability(q.device) == (9, 0)
+
+
+def _fastest(q: Tensor, k: Tensor, cu_q: Tensor) -> str:
+    """Of the implementations that take these shapes, the measured choice."""
+    batch = max(1, len(cu_q) - 1)
+    sizes = batch, max(1, len(q) // batch), max(1, len(k) // batch)
+    names = tactics.present(alone=len(cu_q) == 2 and len(q) == len(k))
+    return tactics.TABLE.choose((torch.cuda.get_device_name(q.device),), sizes, names)
 
 
 @mla_prefill.register_fake

@@ -60,24 +60,43 @@ def test_any_split_gives_the_same(splits: int) -> None:
     inputs = case("cuda", [4096, 1, 300, 0, 129, 1024], 128, fp8=splits == 3)
     out, lse = op._outputs(inputs[0], op.LATENT)
     op.launch(*inputs, out.fill_(torch.nan), lse, SCALE, splits=splits)
-    check((out, torch.where(lse > -1e29, lse * op.LN2, -torch.inf)), inputs)
+    check((out, lse), inputs)
 
 
-def test_combining_kernel_vs_reference(tmp_path: Path) -> None:
-    types = {"mla_combine": "const float4*, const float*, uint2*, float*, int"}
-    source = CudaOnCpu(Path(op.__file__).with_name("combine.cu"), types, {}, tmp_path)
+COMBINING = {
+    "mla_combine": "const float4*, const float*, uint2*, float*, int",
+    "mla_clear": "const int*, uint4*, float*, int, int",
+}
+
+
+@pytest.fixture(scope="module")
+def combining(tmp_path_factory: pytest.TempPathFactory) -> CudaOnCpu:
+    return CudaOnCpu(Path(op.__file__).with_name("combine.cu"), COMBINING, {}, tmp_path_factory.mktemp("combine"))
+
+
+def test_combining_kernel_vs_reference(combining: CudaOnCpu) -> None:
     rng = np.random.default_rng(0)
-    part, lse = rng.normal(size=(5, 3, op.LATENT)).astype(np.float32), rng.normal(0, 4, (5, 3)).astype(np.float32)
-    lse[1, 2] = lse[2] = lse[3, 0] = -1e30
-    part[1, 2] = part[2] = np.nan
-    out, total = np.full((5, op.LATENT), 0x7FFF, np.uint16), np.zeros(5, np.float32)
-    source.launch("mla_combine", (5, 1, 1), op.LATENT // 4, part, lse, out, total, 3)
-    weights = np.where(lse > -1e29, np.exp2(lse.astype(np.float64)), 0)
-    wanted = (np.nan_to_num(part) * weights[..., None]).sum(1) / np.maximum(weights.sum(1), 1e-300)[:, None]
-    np.testing.assert_allclose(torch.from_numpy(out).view(torch.bfloat16).double().numpy(), wanted, rtol=2**-7, atol=1e-6)
-    some = [0, 1, 3, 4]
-    np.testing.assert_allclose(total[some], np.log2(weights[some].sum(1)), rtol=1e-5)
-    assert total[2] < -1e29 and not out[2].any()
+    part, lse = rng.normal(size=(6, 3, op.LATENT)).astype(np.float32), rng.normal(0, 4, (6, 3)).astype(np.float32)
+    lse[1, 2] = lse[2] = lse[3, 0] = -np.inf
+    part[1, 2] = part[2] = part[5, 1] = lse[5, 1] = np.nan
+    out, total = np.full((6, op.LATENT), 0x7FFF, np.uint16), np.zeros(6, np.float32)
+    combining.launch("mla_combine", (6, 1, 1), op.LATENT // 4, part, lse, out, total, 3)
+    found, some = torch.from_numpy(out).view(torch.bfloat16).double().numpy(), [0, 1, 3, 4]
+    weights = np.exp(lse[some].astype(np.float64))
+    wanted = (np.nan_to_num(part[some]) * weights[..., None]).sum(1) / weights.sum(1)[:, None]
+    np.testing.assert_allclose(found[some], wanted, rtol=2**-7, atol=1e-6)
+    np.testing.assert_allclose(total[some], np.log(weights.sum(1)), rtol=1e-5)
+    assert total[2] == -np.inf and not out[2].any()
+    assert np.isnan(found[5]).all() and np.isnan(total[5])  # what is not a number stays visible
+
+
+def test_rows_that_see_no_token_are_cleared(combining: CudaOnCpu) -> None:
+    lengths, heads = np.array([0, 2, 5], np.int32), 3
+    out, lse = np.full((3, 3, heads, op.LATENT), 0x7FFF, np.uint16), np.full((3, 3, heads), np.inf, np.float32)
+    combining.launch("mla_clear", (9, 1, 1), op.LATENT // 4, lengths, out, lse, 3, heads)
+    none = np.array([[True] * 3, [True, False, False], [False] * 3])
+    assert (out[none] == 0).all() and (out[~none] == 0x7FFF).all()
+    assert (lse[none] == -np.inf).all() and (lse[~none] == np.inf).all()
 
 
 def test_splits_fill_the_chip() -> None:
@@ -98,17 +117,7 @@ def test_what_does_not_fit_is_refused() -> None:
         op.mla_decode(q, cache, table.long(), lengths, SCALE, 512)
 
 
-def test_the_nearest_measured_shape_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = ("ours", "flash_mla")
-    rows = [(1, 4096, 15.0, 19.0), (64, 4096, 122.0, 118.0)]
-    shapes = [{"batch": b, "length": n, "device": "H", "us": {"ours": u, "flash_mla": f}} for b, n, u, f in rows]
-    monkeypatch.setattr(tactics, "_rows", lambda: shapes)
-    tactics.choose.cache_clear()
-    assert [tactics.choose(batch, 3000, "H", both) for batch in (1, 4, 48, 900)] == ["ours", "ours", "flash_mla", "flash_mla"]
-    assert tactics.choose(64, 4096, "H", ("ours",)) == tactics.choose(64, 4096, "another", both) == "ours"
-    tactics.choose.cache_clear()
-
-
-def test_the_tactic_file_is_read() -> None:
-    assert tactics.choose(1, 4096, "NVIDIA H200", ("ours",)) == "ours"
-    assert {"batch", "length", "device", "us"} <= set(tactics._rows()[0])
+def test_the_tactic_file_has_both_caches() -> None:
+    for cache, peer in (("bf16", "flash_mla"), ("fp8", "sgl_flash_mla")):
+        assert tactics.TABLE.choose(("NVIDIA H200", cache), (64, 4096), ("ours", peer)) == peer
+        assert tactics.TABLE.choose(("NVIDIA H200", cache), (64, 4096), ("ours",)) == "ours"

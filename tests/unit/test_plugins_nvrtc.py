@@ -21,6 +21,8 @@ BUILDS = {
         for nvfp4 in (0, 1)
         for swiglu, columns, rows in ((1, 7168, 2048), (0, 2048, 7168))
     ],
+    "mla_prefill": [{"L2_BYTES": 32 << 20}],
+    "mla_absorb": [{"OUTPUT": 0}, {"OUTPUT": 1}],
     "kv_quantize": [{"CHUNK": 64, "DIM": 576, "THREADS": 384, "INT8": int8} for int8 in (0, 1)],
     "quantize": [{"COLUMNS": 7168, "UNROLL": count, "THREADS": 256} for count in (1, 2)],
     "nvfp4_convert": [{"EXACT": 0}, {"EXACT": 1}],
@@ -32,7 +34,7 @@ BUILDS = {
     ],
 }
 """Macros of each plugin's kernels."""
-ONLY = {name: {"sm_90": "sm_90a"} for name in ("mla_decode", "moe_grouped_gemm")}
+ONLY = {name: {"sm_90": "sm_90a"} for name in ("mla_absorb", "mla_decode", "mla_prefill", "moe_grouped_gemm")}
 """Kernels for one chip alone."""
 
 

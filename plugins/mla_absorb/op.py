@@ -1,0 +1,123 @@
+"""The products around absorbed attention as torch ops: CUDA runs the faster of ours and cuBLAS, CPU the reference.
+
+    query = torch.ops.r1_pipeline.absorb_query(q, w_uk)
+    out = torch.ops.r1_pipeline.absorb_output(latent, w_uv)
+
+q BF16 [T, A, N + R] (RoPE applied), w_uk BF16 [A, N, L] -> query BF16 [T, A, L + R], as `mla_decode` takes it: q's first N columns
+into the latent space, the last R as they are. latent BF16 [T, A, L], w_uv BF16 [A, V, L] -> BF16 [T, A, V]. Weights may be views of
+kv_b's [A, N + V, L]. No tensor is transposed or copied by either implementation. The kernel needs sm_90, N = V = 128, L = 512,
+R = 64; others go to cuBLAS.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.core.errors import ConfigError
+from plugins.mla_absorb import reference, tactics
+from plugins.nvrtc import Source, heads_matrix, tensor_map
+from plugins.tactics import OURS
+
+__all__ = ["absorb_output", "absorb_query", "has_kernel", "launch"]
+
+SOURCE = Source(Path(__file__).with_name("kernel.cu"), specific=True)
+NOPE, ROPE, LATENT = 128, 64, 512
+TOKENS = 64
+"""Of a piece of x."""
+THREADS, SHARED = 160, 8 * TOKENS * 128 + 2 * 2 * TOKENS * 128 + 64 + 1024
+"""Threads of a CTA; bytes of half a head's weight, two pieces of x, barriers, and their alignment."""
+
+
+@torch.library.custom_op("r1_pipeline::absorb_query", mutates_args=(), device_types="cuda")
+def absorb_query(q: Tensor, w_uk: Tensor) -> Tensor:
+    """BF16 [T, A, N + R] and [A, N, L] -> [T, A, L + R]"""
+    _check(q, w_uk, q.shape[-1] >= w_uk.shape[1])
+    query = _query(q, w_uk)
+    if _ours(q, w_uk, "query"):
+        launch(q, w_uk, query)
+    else:
+        tactics.bmm_query(q, w_uk, query)
+    return query
+
+
+@torch.library.custom_op("r1_pipeline::absorb_output", mutates_args=(), device_types="cuda")
+def absorb_output(latent: Tensor, w_uv: Tensor) -> Tensor:
+    """BF16 [T, A, L] and [A, V, L] -> [T, A, V]"""
+    _check(latent, w_uv, latent.shape[-1] == w_uv.shape[2])
+    out = _output(latent, w_uv)
+    if _ours(latent, w_uv, "output"):
+        launch(latent, w_uv, out)
+    else:
+        tactics.bmm_output(latent, w_uv, out)
+    return out
+
+
+def launch(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> None:
+    """The kernel alone: the product that x [T, A, 192] (to out [T, A, 576]) or [T, A, 512] (to [T, A, 128]) is for.
+
+    `overlap`: let it start, and load its weights, while the kernel before it on the stream still runs.
+    """
+    tokens, heads, width = x.shape
+    output = int(width == LATENT)
+    matrix, columns = heads_matrix(x)
+    rows, pitch = _weight_matrix(weight)
+    maps = tensor_map(matrix, TOKENS), tensor_map(rows, TOKENS if output else NOPE)
+    with torch.cuda.device(x.device):
+        arguments = *maps, matrix, out, tokens, heads, columns, matrix.stride(0), pitch
+        module = SOURCE.module(OUTPUT=output)
+        module.launch("mla_absorb", (2 * heads, 1, 1), THREADS, *arguments, overlap=overlap, shared=SHARED)
+
+
+def has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel takes these widths on this device, and has something to do."""
+    widths = x.shape[2] in (NOPE + ROPE, LATENT) and weight.shape[1:] == (NOPE, LATENT)
+    return widths and x.numel() > 0 and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+@absorb_query.register_fake
+def _query(q: Tensor, w_uk: Tensor) -> Tensor:
+    return q.new_empty((*q.shape[:2], w_uk.shape[2] + q.shape[2] - w_uk.shape[1]))
+
+
+@absorb_output.register_fake
+def _output(latent: Tensor, w_uv: Tensor) -> Tensor:
+    return latent.new_empty((*latent.shape[:2], w_uv.shape[1]))
+
+
+@absorb_query.register_kernel("cpu")
+def _(q: Tensor, w_uk: Tensor) -> Tensor:
+    _check(q, w_uk, q.shape[-1] >= w_uk.shape[1])
+    return reference.absorb_query(q, w_uk).bfloat16().contiguous()
+
+
+@absorb_output.register_kernel("cpu")
+def _(latent: Tensor, w_uv: Tensor) -> Tensor:
+    _check(latent, w_uv, latent.shape[-1] == w_uv.shape[2])
+    return reference.absorb_output(latent, w_uv).bfloat16().contiguous()
+
+
+def _ours(x: Tensor, weight: Tensor, product: str) -> bool:
+    """Whether the kernel takes these shapes and was measured to be the faster one."""
+    if not has_kernel(x, weight):
+        return False
+    same = torch.cuda.get_device_name(x.device), product
+    return tactics.TABLE.choose(same, (x.shape[1], len(x)), tactics.present()) == OURS
+
+
+def _weight_matrix(weight: Tensor) -> tuple[Tensor, int]:
+    """weight [A, N, L] as a matrix of rows, and the rows from one head to the next; copied only where it must be."""
+    heads, height, width = weight.shape
+    head, row, one = weight.stride()
+    if one != 1 or row % 8 or head % row or head < height * row or weight.data_ptr() % 16:
+        weight = weight.clone(memory_format=torch.contiguous_format)
+        head, row, _ = weight.stride()
+    return weight.as_strided(((heads - 1) * (head // row) + height, width), (row, 1)), head // row
+
+
+def _check(x: Tensor, weight: Tensor, fits: bool) -> None:
+    if x.dim() != 3 or weight.dim() != 3 or len(weight) != x.shape[1] or not fits or {x.dtype, weight.dtype} != {torch.bfloat16}:
+        found = f"x is {x.dtype} {list(x.shape)} and weight {weight.dtype} {list(weight.shape)}"
+        raise ConfigError(f"{found}: they must be bfloat16 [T, A, N + R] and [A, N, L], or [T, A, L] and [A, V, L].")

@@ -1,0 +1,244 @@
+// Causal attention with head dimensions 192 (queries, keys) and 128 (values) on Hopper: 128 queries of a head a CTA.
+//
+// Two warpgroups hold 64 queries' sums each (64 registers a thread). Keys and values come in blocks of 128 tokens, from the last
+// that is seen to the first, copied by a third warpgroup's one thread. Under the scores of a block run the products of the
+// weights of the block before with its values, and warpgroups issue both in turns, so that one's softmax runs under the
+// other's products:
+//
+//     0:  scores 1, adds 0 | weights 1               | scores 2, adds 1 | weights 2
+//     1:                   | scores 1, adds 0        | weights 1        | scores 2, adds 1
+//
+// CTAs stay for several pieces of work: loads for the next begin while sums are written. Only a sequence's own keys count: rows
+// behind the last that is seen may hold anything; in the block of a query's last key, values of later tokens must be finite.
+// Compiled by NVRTC for sm_90a: L2_BYTES, that keys and values in use at a time may take.
+
+#include "../numerics.cuh"
+#include "../wgmma.cuh"
+#include "../softmax.cuh"
+#include "work.cuh"
+
+constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;  // of the 3 * 168 that CTAs begin with
+
+enum Barrier { TURN = 1, CLEARED = 3 };  // of bar.sync; + w: warpgroup w's own
+
+struct Shared {
+  char q[Q_TILES * TILE], keys[STAGES][Q_TILES * TILE], values[STAGES][V_TILES * TILE];
+  u64 q_full, q_empty, keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
+};
+
+// One thread. All copies wait until the last reader of their space is done.
+__device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* key, const TensorMap* rope, const Columns& at,
+                                          const Piece& piece, int row, const Slot& slot) {
+  const u32 keys = shared_address(shared.keys[slot.stage]);
+  u64* done = &shared.keys_full[slot.stage];
+  barrier_wait(&shared.keys_empty[slot.stage], slot.parity ^ 1);
+  barrier_expect(done, Q_TILES * TILE);
+  copy_tile(keys, key, piece.head * at.key, row, done);
+  copy_tile(keys + TILE, key, piece.head * at.key + 64, row, done);
+  copy_tile(keys + 2 * TILE, rope, piece.head * at.rope, row, done);
+}
+
+__device__ __forceinline__ void load_values(Shared& shared, const TensorMap* value, const Columns& at, const Piece& piece, int row,
+                                            const Slot& slot) {
+  const u32 values = shared_address(shared.values[slot.stage]);
+  u64* done = &shared.values_full[slot.stage];
+  barrier_wait(&shared.values_empty[slot.stage], slot.parity ^ 1);
+  barrier_expect(done, V_TILES * TILE);
+  copy_tile(values, value, piece.head * at.value, row, done);
+  copy_tile(values + TILE, value, piece.head * at.value + 64, row, done);
+}
+
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, const TensorMap* key, const TensorMap* rope,
+                                        const TensorMap* value, const Columns& at, const Problem& p) {
+  Slot slot{0, 0};
+  Piece piece;
+  Walk walk;
+  u32 q_parity = 1;
+#pragma unroll 1
+  for (int index = blockIdx.x; walk.find(p, index, piece); index += gridDim.x) {
+#pragma unroll 1
+    for (int block = piece.blocks - 1; block >= 0; --block, slot.next()) {
+      const int row = piece.k_row + block * KEYS;
+      load_keys(shared, key, rope, at, piece, row, slot);
+      if (block == piece.blocks - 1) {
+        barrier_wait(&shared.q_empty, q_parity);
+        barrier_expect(&shared.q_full, Q_TILES * TILE);
+#pragma unroll
+        for (int tile = 0; tile < Q_TILES; ++tile)
+          copy_tile(shared_address(shared.q) + tile * TILE, q, piece.head * at.q + 64 * tile, piece.q_row, &shared.q_full);
+        q_parity ^= 1;
+      }
+      load_values(shared, value, at, piece, row, slot);
+    }
+  }
+}
+
+__device__ __forceinline__ void done_with(u64* barrier) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// Issues the scores of a block's keys.
+template <int W>
+__device__ __forceinline__ void score(Shared& shared, float (&s)[64], u32 stage) {
+  const u64 q = descriptor(shared_address(shared.q) + W * 64 * 128, 16);
+  const u64 keys = descriptor(shared_address(shared.keys[stage]), 16);
+  wgmma_begin();
+#pragma unroll
+  for (int tile = 0; tile < Q_TILES; ++tile)
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const u32 step = (tile * TILE + k * 32) >> 4;
+      wgmma_128(s, q + step, keys + step, tile + k > 0);
+    }
+  wgmma_commit();
+}
+
+// Issues the products of weights with a block's values.
+__device__ __forceinline__ void add(Shared& shared, float (&o)[64], const u32 (&weights)[8][4], u32 stage) {
+  const u64 values = descriptor(shared_address(shared.values[stage]), TILE);
+  wgmma_begin();
+#pragma unroll
+  for (int k = 0; k < 8; ++k) wgmma_128(o, weights[k], values + (k * 16 * 128 >> 4));
+  wgmma_commit();
+}
+
+// Nothing where a key is later than the query: this thread's rows see the first `first` and first + 8 of the block's keys.
+__device__ __forceinline__ void mask(float (&s)[64], int first) {
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 64; ++i)
+    if (i / 4 * 8 + column + i % 2 >= first + i / 2 % 2 * 8) s[i] = __uint_as_float(0xFF800000u);  // -inf
+}
+
+// Values that no query sees become zeros, which weights of zero may meet.
+template <int W>
+__device__ __forceinline__ void clear(Shared& shared, u32 stage, int seen) {
+  for (int i = seen * 8 + threadIdx.x % 128; i < KEYS * 8; i += 128)
+#pragma unroll
+    for (int tile = 0; tile < V_TILES; ++tile) *(uint4*)(shared.values[stage] + tile * TILE + i * 16) = make_uint4(0, 0, 0, 0);
+  publish();
+  rendezvous(CLEARED + W, 128);
+}
+
+// Sums over their rows' totals.
+__device__ __forceinline__ void write(const float (&o)[64], const float (&sum)[2], const float (&top)[2], int row, const Problem& p,
+                                      const Piece& piece) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int line = row + 8 * half;
+    float all = sum[half] + __shfl_xor_sync(~0u, sum[half], 1);
+    all += __shfl_xor_sync(~0u, all, 2);
+    const float factor = all == 0.f ? 0.f : 1.f / all;
+    const size_t place = (size_t)(piece.q_row + line) * p.heads + piece.head;
+    if (threadIdx.x % 4 == 0 && line < piece.rows)
+      p.lse[(size_t)piece.head * p.rows + piece.q_row + line] = natural(top[half], p.scale, all);
+store_row(o, half, factor, p.out + place * VALUES, line < piece.rows);
+  }
+}
+
+// Scores of a block -> weights and their sums; `factor` is for what was added before.
+__device__ __forceinline__ void soften(float (&s)[64], float (&top)[2], float (&sum)[2], float (&factor)[2], float scale) {
+  const float before[2] = {top[0], top[1]};
+  largest(s, top);
+  factors(factor, before, top, scale);
+  sum[0] *= factor[0], sum[1] *= factor[1];
+  weigh(s, top, scale, sum);
+}
+
+// One piece; `slot` is where its first block is, and then the next piece's.
+template <int W>
+__device__ __forceinline__ void attend(Shared& shared, const Problem& p, const Piece& piece, int row, Slot& slot, float (&o)[64],
+                                       float (&top)[2], float (&sum)[2]) {
+  float s[64], factor[2];
+  u32 weights[8][4];
+  int block = piece.blocks - 1;
+  barrier_wait(&shared.keys_full[slot.stage], slot.parity);
+  score<W>(shared, s, slot.stage);
+  wgmma_wait<0>();
+  done_with(&shared.keys_empty[slot.stage]);
+  mask(s, piece.offset + 1 + row - block * KEYS);
+  soften(s, top, sum, factor, p.scale);
+  round_weights(s, weights);
+  const int seen = piece.seen - block * KEYS;
+  if (seen < KEYS) {
+    barrier_wait(&shared.values_full[slot.stage], slot.parity);
+    clear<W>(shared, slot.stage, seen);
+  }
+#pragma unroll 1
+  while (--block >= 0) {
+    const Slot before = slot;
+    slot.next();
+    barrier_wait(&shared.keys_full[slot.stage], slot.parity);
+    rendezvous(TURN + W, CONSUMERS);
+    score<W>(shared, s, slot.stage);
+    barrier_wait(&shared.values_full[before.stage], before.parity);
+    add(shared, o, weights, before.stage);
+    announce(TURN + 1 - W, CONSUMERS);
+    wgmma_wait<1>();
+    done_with(&shared.keys_empty[slot.stage]);
+    const int first = piece.offset + 1 - block * KEYS;
+    if (first + W * 64 < KEYS) mask(s, first + row);
+    soften(s, top, sum, factor, p.scale);
+    wgmma_wait<0>();
+    done_with(&shared.values_empty[before.stage]);
+    rescale(o, factor);
+    round_weights(s, weights);
+  }
+  done_with(&shared.q_empty);
+  barrier_wait(&shared.values_full[slot.stage], slot.parity);
+  add(shared, o, weights, slot.stage);
+  wgmma_wait<0>();
+  done_with(&shared.values_empty[slot.stage]);
+  slot.next();
+}
+
+template <int W>
+__device__ __forceinline__ void consume(Shared& shared, const Problem& p) {
+  const int row = W * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  Slot slot{0, 0};
+  Piece piece;
+  Walk walk;
+  u32 q_parity = 0;
+  if (W == 1) announce(TURN, CONSUMERS);
+#pragma unroll 1
+  for (int index = blockIdx.x; walk.find(p, index, piece); index += gridDim.x) {
+    float o[64] = {}, top[2] = {NONE, NONE}, sum[2] = {};
+    if (piece.blocks > 0) {
+      barrier_wait(&shared.q_full, q_parity);
+      q_parity ^= 1;
+      attend<W>(shared, p, piece, row, slot, o, top, sum);
+    }
+    write(o, sum, top, row, p, piece);
+  }
+}
+
+// q [rows, .], keys, ropes and values [rows of keys, .], heads side by side; cu_q, cu_k [sequences + 1]. Any number of CTAs.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+mla_prefill(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap rope,
+            const __grid_constant__ TensorMap value, const int* __restrict__ cu_q, const int* __restrict__ cu_k,
+            u16* __restrict__ out, float* __restrict__ lse, int sequences, int heads, int rows, int q_columns, int key_columns,
+            int rope_columns, int value_columns, float scale) {
+  extern __shared__ char memory[];
+  Shared& shared = *(Shared*)(memory + (-shared_address(memory) & 1023));
+  if (threadIdx.x == 0) {
+    barrier_init(&shared.q_full, 1), barrier_init(&shared.q_empty, CONSUMERS / 32);
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(&shared.keys_full[i], 1), barrier_init(&shared.keys_empty[i], CONSUMERS / 32);
+      barrier_init(&shared.values_full[i], 1), barrier_init(&shared.values_empty[i], CONSUMERS / 32);
+    }
+    publish();
+  }
+  __syncthreads();
+  wait_for_inputs();
+  const Problem problem{cu_q, cu_k, out, lse, sequences, heads, rows, scale};
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (group == 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
+    const Columns at{q_columns, key_columns, rope_columns, value_columns};
+    if (threadIdx.x == CONSUMERS) produce(shared, &q, &key, &rope, &value, at, problem);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
+    if (group == 0) consume<0>(shared, problem);
+    else consume<1>(shared, problem);
+  }
+}

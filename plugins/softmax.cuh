@@ -1,0 +1,73 @@
+// A running softmax over the scores that `wgmma.cuh` leaves in a warpgroup: two rows a thread, their elements shared by four lanes.
+
+constexpr float NONE = -1e30f;  // the largest score of nothing
+constexpr float LN2 = 0.6931471805599453f;
+
+// The natural logarithm of a row's sum; -inf of nothing.
+__device__ __forceinline__ float natural(float top, float scale, float sum) {
+  return sum == 0.f ? __uint_as_float(0xFF800000u) : (top * scale + log2f(sum)) * LN2;
+}
+
+// Two floats as the products' operands: BF16, or FP16 where codes of an FP8 cache are multiplied, which has all of E4M3's values.
+__device__ __forceinline__ u32 operand_pair(float first, float second) {
+#if FP8
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+#else
+  return bf16_pair(first, second);
+#endif
+}
+
+// The largest of this thread's two rows and of what `top` holds.
+template <int N>
+__device__ __forceinline__ void largest(const float (&s)[N], float (&top)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j) top[half] = fmaxf(top[half], fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+    top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
+    top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
+  }
+}
+
+// Scores -> weights, and this thread's part of their sums.
+template <int N>
+__device__ __forceinline__ void weigh(float (&s)[N], const float (&top)[2], float scale, float (&sum)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float offset = top[half] * scale;
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) {
+      float& weight = s[j / 2 * 4 + 2 * half + j % 2];
+      weight = exp2_fast(weight * scale - offset);
+      sum[half] += weight;
+    }
+  }
+}
+
+// Weights as the first operand of N / 8 steps.
+template <int N>
+__device__ __forceinline__ void round_weights(const float (&s)[N], u32 (&weights)[N / 8][4]) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) weights[i / 4][i % 4] = operand_pair(s[2 * i], s[2 * i + 1]);
+}
+
+// What sums are to be multiplied with when the largest score was `before` and is `now`.
+__device__ __forceinline__ void factors(float (&factor)[2], const float (&before)[2], const float (&now)[2], float scale) {
+  factor[0] = exp2_fast((before[0] - now[0]) * scale), factor[1] = exp2_fast((before[1] - now[1]) * scale);
+}
+
+// Most often there is no larger score, and nothing to do.
+template <int N>
+__device__ __forceinline__ void rescale(float (&o)[N], const float (&factor)[2]) {
+  if (!__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) return;
+#pragma unroll
+  for (int i = 0; i < N; ++i) o[i] *= factor[i / 2 % 2];
+}
+
+template <int N>
+__device__ __forceinline__ void rescale(float (&o)[N], float (&sum)[2], const float (&factor)[2]) {
+  rescale(o, factor);
+  sum[0] *= factor[0], sum[1] *= factor[1];
+}

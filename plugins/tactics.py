@@ -1,0 +1,75 @@
+"""Which implementation of an op is fastest where: measured, kept beside the plugin in `tactics.json`, looked up by the op.
+
+A row of the file is one measured shape: what must be the same (`device` and the like), sizes, and the microseconds of each
+implementation. A shape that was not measured takes the nearest one's order. From a benchmark's result it is written anew by
+
+    python scripts/bench_plugins.py --only mla_decode --json FILE
+    python -m plugins.tactics mla_decode FILE
+
+`R1_PIPELINE_KERNELS=ours` takes ours alone. `plugins.gemm_tactics` is about something else: algorithms inside one library.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["OURS", "Table", "ours_alone"]
+
+OURS = "ours"
+
+
+class Table:
+    """The file of one plugin: `same` and `sizes` are a row's keys beside `us`, `names` the implementations that an op can take."""
+
+    def __init__(self, file: Path, plugin: str, same: tuple[str, ...], sizes: tuple[str, ...], names: tuple[str, ...]) -> None:
+        self.file, self.plugin, self.same, self.sizes, self.names = file, plugin, same, sizes, names
+        self.choose = functools.lru_cache(maxsize=4096)(self._choose)
+
+    @functools.cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """All that was measured."""
+        return json.loads(self.file.read_text(encoding="utf-8"))["rows"]
+
+    def _choose(self, same: tuple[str, ...], sizes: tuple[int, ...], names: tuple[str, ...]) -> str:
+        """The fastest of `names` at the nearest size by the logarithms; ours where nothing of that kind was measured."""
+        rows = [row for row in self.rows if tuple(row[key] for key in self.same) == same]
+        if not rows or len(names) == 1:
+            return OURS
+
+        def distance(row: Mapping[str, Any]) -> float:
+            return sum(abs(math.log(row[key] / size)) for key, size in zip(self.sizes, sizes, strict=True))
+
+        times = min(rows, key=distance)["us"]
+        return min((name for name in names if name in times), key=times.__getitem__, default=OURS)
+
+    def write(self, result: Path) -> None:
+        """The file, from a benchmark's result."""
+        measured = json.loads(result.read_text(encoding="utf-8"))
+        rows = [
+            {key: (measured | row)[key] for key in (*self.same, *self.sizes)} | {"us": self._times(row)}
+            for row in measured["rows"]
+            if row["plugin"] == self.plugin
+        ]
+        text = json.dumps({"version": 1, "torch": measured["torch"], "rows": rows}, indent=1)
+        self.file.write_text(text + "\n", encoding="utf-8")
+
+    def _times(self, row: Mapping[str, Any]) -> dict[str, float]:
+        return {OURS: row["ours_us"]} | {name: row["peers"][name] for name in self.names if name in row["peers"]}
+
+
+def ours_alone() -> bool:
+    """Whether the user wants no other implementation than ours."""
+    return os.environ.get("R1_PIPELINE_KERNELS") == OURS
+
+
+if __name__ == "__main__":
+    importlib.import_module(f"plugins.{sys.argv[1]}.tactics").TABLE.write(Path(sys.argv[2]))
