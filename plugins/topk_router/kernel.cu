@@ -6,11 +6,11 @@
 // memory, in order, so that each lane sorts as few as possible. A pick is one warp maximum and one ballot.
 //
 // Compiled by NVRTC for one configuration: EXPERTS, GROUPS, KEPT (groups), TOP_K, NORMALIZE. Launch with any number of warps
-// up to 8 a block.
+// up to 4 a block.
 
 typedef unsigned int u32;
 
-constexpr int MAX_WARPS = 8;
+constexpr int MAX_WARPS = 4;
 constexpr int OWN = EXPERTS / 32;              // experts of a lane
 constexpr int LANES = 32 / GROUPS;             // lanes of a group
 constexpr int GROUP_SIZE = EXPERTS / GROUPS;
@@ -97,18 +97,23 @@ __device__ __forceinline__ void sort(u32 (&keys)[COUNT], int (&slots)[COUNT]) {
   }
 }
 
-// Takes the TOP_K best of all lanes' sorted candidates into `picks`; of lanes that hold the same key, the lowest.
-__device__ __forceinline__ void take(u32 (&held)[HELD], int (&slots)[HELD], int* picks, int lane) {
+// Takes the TOP_K best of all lanes' sorted candidates into `picks`; of lanes that hold the same key, the lowest. Without TIES
+// no round waits to learn whether there was such a pair, and false is returned if there was: the picks are wrong then.
+template <bool TIES>
+__device__ __forceinline__ bool take(u32 (&held)[HELD], int (&slots)[HELD], int* picks, int lane) {
+  u32 pairs = 0;
 #pragma unroll
   for (int rank = 0; rank < TOP_K; ++rank) {
     const bool best = held[0] == __reduce_max_sync(~0u, held[0]);
     const u32 tied = __ballot_sync(~0u, best);
-    const bool mine = best && (tied & ((1u << lane) - 1)) == 0;
+    const bool mine = best && (!TIES || (tied & ((1u << lane) - 1)) == 0);
+    pairs |= tied & (tied - 1);
     if (mine) picks[rank] = slots[0];
 #pragma unroll
     for (int i = 0; i + 1 < HELD; ++i) held[i] = mine ? held[i + 1] : held[i], slots[i] = mine ? slots[i + 1] : slots[i];
     held[HELD - 1] = mine ? 0 : held[HELD - 1];
   }
+  return TIES || pairs == 0;
 }
 
 // logits [tokens, EXPERTS], bias [EXPERTS] -> weights and indices [tokens, TOP_K]
@@ -116,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
 topk_router(const float* __restrict__ logits, const float* __restrict__ bias, float* __restrict__ weights,
             int* __restrict__ indices, int tokens, float scale) {
   alignas(16) __shared__ u32 dealt_keys[MAX_WARPS][CANDIDATES];
+  alignas(16) __shared__ float scores[MAX_WARPS][EXPERTS];
   __shared__ int kept_groups[MAX_WARPS][KEPT], picks[MAX_WARPS][TOP_K];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.x * (blockDim.x / 32) + warp;
   alignas(16) float values[OWN], biases[OWN];
@@ -129,7 +135,8 @@ topk_router(const float* __restrict__ logits, const float* __restrict__ bias, fl
   copy<OWN>(values, own_logits + lane * OWN);
   alignas(16) u32 keys[OWN];
 #pragma unroll
-  for (int i = 0; i < OWN; ++i) keys[i] = key_of(sigmoid(values[i]) + biases[i]);
+  for (int i = 0; i < OWN; ++i) values[i] = sigmoid(values[i]), keys[i] = key_of(values[i] + biases[i]);
+  copy<OWN>(scores[warp] + lane * OWN, values);
   alignas(16) u32 held[HELD];
   if constexpr (LIMITED) {
     const bool kept = group_kept(keys, lane);
@@ -143,18 +150,25 @@ topk_router(const float* __restrict__ logits, const float* __restrict__ bias, fl
   } else {
     copy<HELD>(held, keys);
   }
-  int slots[HELD];
+  alignas(16) int slots[HELD];
 #pragma unroll
   for (int i = 0; i < HELD; ++i) slots[i] = lane * HELD + i;
   sort(held, slots);
-  take(held, slots, picks[warp], lane);
+  alignas(16) u32 same_held[HELD];
+  alignas(16) int same_slots[HELD];
+  copy<HELD>(same_held, held);
+  copy<HELD>(same_slots, slots);
+  if (!take<false>(held, slots, picks[warp], lane)) {
+    __syncwarp();
+    take<true>(same_held, same_slots, picks[warp], lane);
+  }
   __syncwarp();
   int expert = 0;
   float weight = 0.f;
   if (lane < TOP_K) {
     expert = picks[warp][lane];
     if constexpr (LIMITED) expert = kept_groups[warp][expert / GROUP_SIZE] * GROUP_SIZE + expert % GROUP_SIZE;
-    weight = sigmoid(own_logits[expert]);
+    weight = scores[warp][expert];
   }
   if constexpr (NORMALIZE) {
     float sum = weight;
