@@ -19,9 +19,10 @@ from torch import Tensor
 
 from plugins.fused_qkv_a import op as qkv
 from plugins.fused_qkv_a import reference as plain
+from plugins.mla_absorb import op as absorb
 from plugins.mla_decode import op as mla
 from plugins.moe_grouped_gemm import op as moe
-from plugins.moe_grouped_gemm.reference import fp8_weight
+from plugins.moe_grouped_gemm.reference import fp8_weight, through_fp8
 from plugins.quantize import op as quantize
 from plugins.router_gemm import op as gemm
 from plugins.topk_router import op as router
@@ -32,6 +33,7 @@ __all__ = ["FASTEST", "R1", "STEPS", "Fp8", "Layer", "Shape", "Share", "State", 
 STEPS = {
     "graph": "captured in a CUDA graph",
     "mla_decode": "attention straight from the pages, not gathered",
+    "mla_absorb": "queries into the latent space beside their RoPE part, and values out of it, without transposes",
     "topk_router": "one kernel to route, not 18 operations",
     "router_gemm": "the logits' product into FP32, without casts",
     "horizontal": "one product 7168 -> 2112 for three",
@@ -40,6 +42,7 @@ STEPS = {
     "moe_grouped_gemm": "the routed experts in FP8, as they are stored, SwiGLU and the weighted sum fused",
     "fp8_dense": "query, output and shared expert's products in FP8 (cuBLASLt), activations quantised 1x128",
     "streams": "the shared expert beside the routed ones",
+    "shared_fused": "the shared expert as one more of the routed ones, instead, where a rank has both in one width",
 }
 """Steps in the order in which the ladder takes them, and what each is."""
 FASTEST = frozenset(STEPS)
@@ -172,25 +175,28 @@ class Layer:
         self.w_uk, self.w_uv = (_scaled(drawn, s.heads, size, s.latent)[heads].contiguous() for size in (s.nope, s.value))
         self.router, self.bias = _scaled(drawn, s.experts, s.hidden), _normal(drawn, s.experts).float() / 10
         q_b, o = _fp8(device, 2, s.heads * (s.nope + s.rope), s.q), _fp8(device, 3, s.hidden, s.heads * s.value)
-        gate_up, down = _fp8(device, 4, 2 * s.width, s.hidden), _fp8(device, 5, s.hidden, s.width)
-        self.fp8 = {
-            "q_b": q_b.rows(_times(heads, s.nope + s.rope)), "o": o.columns(_times(heads, s.value)),
-            "shared_gate_up": gate_up.halves(width), "shared_down": down.columns(width), **self._experts(),
-        }  # fmt: skip
+        self.fp8 = {"q_b": q_b.rows(_times(heads, s.nope + s.rope)), "o": o.columns(_times(heads, s.value))}
+        self._add_experts(width)
         self.chosen = torch.empty(0)
         """Experts I32 [B, K] of the last call."""
         self.bf16: dict[str, Tensor] = {}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def _experts(self) -> dict[str, Fp8]:
-        """Its experts, or its share of each."""
+    def _add_experts(self, shared_width: slice) -> None:
+        """Its routed experts, or its share of each, and the shared one: behind them in one tensor where it is as wide."""
         s, by_number = self.shape, self.share.experts == "number"
         numbers = range(s.experts)[self.share.of(s.experts)] if by_number else range(s.experts)
         width = slice(0, s.width) if by_number else self.share.of(s.width)
-        self.first_expert = numbers.start
+        self.first_expert, alike = numbers.start, width == shared_width
+        self.fuses = alike and len(numbers) == s.experts
         gate_up = [_fp8(self.device, 1000 + 2 * one, 2 * s.width, s.hidden).halves(width) for one in numbers]
         down = [_fp8(self.device, 1001 + 2 * one, s.hidden, s.width).columns(width) for one in numbers]
-        return {"gate_up": _stacked(gate_up), "down": _stacked(down)}
+        shared_gate_up = _fp8(self.device, 4, 2 * s.width, s.hidden).halves(shared_width)
+        shared_down = _fp8(self.device, 5, s.hidden, s.width).columns(shared_width)
+        for name, routed, shared in (("gate_up", gate_up, shared_gate_up), ("down", down, shared_down)):
+            every = _stacked([*routed, shared] if alike else routed)
+            self.fp8["every_" + name], self.fp8["shared_" + name] = every, Fp8(*(part[-1] for part in every)) if alike else shared
+            self.fp8[name] = Fp8(*(part[: len(numbers)] for part in every))
 
     def __call__(self, x: Tensor, state: State, on: frozenset[str]) -> Tensor:
         """x BF16 [B, H] -> [B, H]"""
@@ -200,7 +206,8 @@ class Layer:
     def weight_bytes(self) -> int:
         """Of its share as it is stored."""
         rest = self.qkv_a, self.w_uk, self.w_uv, self.router
-        return sum(tensor.nbytes for tensor in (*rest, *(part for weight in self.fp8.values() for part in weight)))
+        stored = (weight for name, weight in self.fp8.items() if not name.startswith("every_"))
+        return sum(tensor.nbytes for tensor in (*rest, *(part for weight in stored for part in weight)))
 
     def norm(self, x: Tensor, weight: Tensor, on: frozenset[str]) -> Tensor:
         """RMSNorm over the hidden size."""
@@ -212,7 +219,11 @@ class Layer:
         scale = (s.nope + s.rope) ** -0.5
         q = self.linear(self.into_cache(x, state, on), "q_b", on).unflatten(-1, (self.heads, s.nope + s.rope))
         q_rope = plain.rotate(q[..., s.nope :], state.cos_sin[state.positions.long()].unsqueeze(1))
-        query = torch.cat((torch.einsum("ban,anl->bal", q[..., : s.nope], self.w_uk), q_rope), dim=-1)
+        if "mla_absorb" in on:
+            q[..., s.nope :] = q_rope
+            query = absorb.absorb_query(q, self.w_uk)
+        else:
+            query = torch.cat((torch.einsum("ban,anl->bal", q[..., : s.nope], self.w_uk), q_rope), dim=-1)
         if "mla_decode" in on:
             out = mla.mla_decode(query.unsqueeze(1), state.cache, state.table, state.lengths, scale, s.latent)[0].squeeze(1)
         else:
@@ -220,7 +231,8 @@ class Layer:
             beyond = torch.arange(rows.shape[1], device=x.device) >= state.lengths.unsqueeze(1)
             scores = (query @ rows.transpose(1, 2)).float().mul_(scale).masked_fill_(beyond.unsqueeze(1), -torch.inf)
             out = scores.softmax(-1).to(x.dtype) @ rows[..., : s.latent]
-        return self.linear(torch.einsum("bal,avl->bav", out, self.w_uv).flatten(1), "o", on)
+        absorbed = absorb.absorb_output if "mla_absorb" in on else lambda *pair: torch.einsum("bal,avl->bav", *pair)
+        return self.linear(absorbed(out, self.w_uv).flatten(1), "o", on)
 
     def into_cache(self, x: Tensor, state: State, on: frozenset[str]) -> Tensor:
         """[B, H] -> q_a [B, Q], and the latents into the cache."""
@@ -238,6 +250,10 @@ class Layer:
 
     def experts(self, x: Tensor, on: frozenset[str]) -> Tensor:
         """[B, H] -> [B, H]"""
+        if self.fuses and {"shared_fused", "moe_grouped_gemm"} <= on:
+            weights, indices = self.route(x, on)
+            more = F.pad(indices, (0, 1), value=self.shape.experts), F.pad(weights, (0, 1), value=1.0)
+            return moe.moe_fp8_block(x, *more, *self.fp8["every_gate_up"], *self.fp8["every_down"])
         if "streams" not in on or self.stream is None:
             return self.routed(x, on) + self.shared(x, on)
         here = torch.cuda.current_stream()
@@ -281,7 +297,7 @@ class Layer:
 
     def linear(self, x: Tensor, name: str, on: frozenset[str]) -> Tensor:
         """A dense product, BF16 [B, K] -> [B, N]"""
-        return fp8_linear(x, self.fp8[name]) if "fp8_dense" in on and x.is_cuda else F.linear(x, self.plain(name))
+        return fp8_linear(x, self.fp8[name]) if "fp8_dense" in on else F.linear(x, self.plain(name))
 
     def plain(self, name: str) -> Tensor:
         """A weight in BF16, dequantised once."""
@@ -300,7 +316,9 @@ def deviation(added: Tensor, chosen: Tensor, wanted: Tensor, wanted_chosen: Tens
 
 
 def fp8_linear(x: Tensor, weight: Fp8) -> Tensor:
-    """x BF16 [B, K] -> [B, N] by cuBLASLt, activations quantised to FP8 in groups of 128 (sm_90)."""
+    """x BF16 [B, K] -> [B, N] by cuBLASLt, activations quantised to FP8 in groups of 128 (sm_90); CPUs do as the reference."""
+    if not x.is_cuda:
+        return (through_fp8(x).float() @ weight.plain().float().t()).bfloat16()
     rows, columns = -(-len(x) // FP8_ROWS) * FP8_ROWS, x.shape[1]
     codes = x.new_empty((rows, columns), dtype=E4M3)
     scale = x.new_empty((columns // BLOCK, rows), dtype=torch.float32).t()

@@ -48,8 +48,9 @@ def uneven(block: Layer, whole: Layer, rank: int, ranks: int) -> None:
     state = State.random(whole.shape, lengths, CPU)
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     block.sizes, block.precision = sizes, "bf16"
-    found, wanted = block(x[own], state.part(own), FASTEST), whole(x, state, FASTEST)[own]
-    assert (found - wanted).float().norm() < 1e-2 * (wanted - x[own]).float().norm()
+    on = FASTEST - {"shared_fused"}  # which rounds otherwise, and uneven blocks have not
+    found, wanted = block(x[own], state.part(own), on) - x[own], whole(x, state, on)[own] - x[own]
+    assert _layer.deviation(found, block.chosen, wanted, whole.chosen[own])["error"] < LARGEST["bf16"]
 
 
 @pytest.mark.parametrize("ranks", (2, 3))
@@ -69,7 +70,7 @@ def test_each_step_vs_plain() -> None:
     wanted = layer(x, state, frozenset()) - x
     for step in _layer.STEPS:
         error = (layer(x, state, frozenset({step})) - x - wanted).float().norm() / wanted.float().norm()
-        assert error < (5e-2 if step == "moe_grouped_gemm" else 1e-2), step
+        assert error < (5e-2 if step in ("moe_grouped_gemm", "fp8_dense") else 1e-2), step
 
 
 def test_blocks_are_not_cut() -> None:
