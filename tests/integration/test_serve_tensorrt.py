@@ -36,7 +36,7 @@ except MissingToolError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 PROMPTS = ("The Python language", "What does len() do?", "A list")
-TOKENS = 10
+TOKENS = 6
 
 
 @pytest.fixture(scope="module")

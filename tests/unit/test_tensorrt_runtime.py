@@ -20,7 +20,7 @@ from pipeline.core.stage import StageContext  # noqa: E402
 from pipeline.engines.tensorrt.networks import name_of, networks  # noqa: E402
 from pipeline.models import deepseek_v3  # noqa: E402
 from pipeline.models.arch import Arch  # noqa: E402
-from tests._utils import serving  # noqa: E402, F401
+from tests._utils import random_checkpoint, serving  # noqa: E402, F401
 from tests._utils.interpreted_runner import InterpretedRanks  # noqa: E402
 from tests._utils.run_stage import Notes  # noqa: E402
 
@@ -41,26 +41,32 @@ def runtime() -> Any:
     return module
 
 
-def engine_json(*words: str) -> dict[str, Any]:
+def engine_json(*words: str, arch: Arch = ARCH) -> dict[str, Any]:
     """What a build writes, as far as the runtime reads it."""
-    specs = networks(load([*WORDS, *words]), ARCH)
+    specs = networks(load([*WORDS, *words]), arch)
     engines = {name_of(spec): spec.plain() for spec in specs}
     return {
         "ranks": specs[0].ranks, "parallel": specs[0].parallel, "mtp": specs[0].mtp, "hidden_size": ARCH.hidden_size,
         "max_batch_size": 3, "max_seq_len": 48, "prefill_chunk": 8, "expanded_from": 2, "vocab_size": ARCH.vocab_size,
-        "latent_dim": ARCH.latent_dim, "num_layers": ARCH.num_hidden_layers, "engines": engines, "targets": ["SM120"],
+        "latent_dim": ARCH.latent_dim, "num_layers": arch.num_hidden_layers, "engines": engines, "targets": ["SM120"],
         "library": "tensorrt_rtx", "version": "1.7.1.116", "dtype": "float32", "weight_files": {}, "eos_token_ids": [],
     }  # fmt: skip
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Any:
-    return engine_of(tmp_path)
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return engine_of(tmp_path_factory.mktemp("scratch"))
 
 
-def engine_of(scratch: Path, *words: str) -> Any:
-    info = engine_json(*words)
-    return runtime().CompiledEngine(info, InterpretedRanks(info, TINY_R1, scratch))
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense and a MoE layer, and the MTP layer."""
+    return random_checkpoint.write(tmp_path_factory.mktemp("two_layers"), {"num_hidden_layers": 2})
+
+
+def engine_of(scratch: Path, *words: str, checkpoint: Path = TINY_R1) -> Any:
+    info = engine_json(*words, arch=Arch.from_dir(checkpoint))
+    return runtime().CompiledEngine(info, InterpretedRanks(info, checkpoint, scratch))
 
 
 def test_continuous_batching_gives_each_request_the_reference_model_s_tokens(engine) -> None:
@@ -72,35 +78,33 @@ def test_continuous_batching_gives_each_request_the_reference_model_s_tokens(eng
 
 
 @pytest.mark.parametrize("words", [
-    ("parallel.tp=2",),
     ("parallel.tp=2", "engine.tensorrt.exchange=all_to_all"),
     ("parallel.tp=2", "parallel.attention_dp=false"),
 ])  # fmt: skip
-def test_ranks_together_give_the_tokens_of_one(tmp_path, words) -> None:
+def test_ranks_together_give_the_tokens_of_one(tmp_path, small, words) -> None:
     """Attention data parallelism has rows on every rank, tensor parallelism the same ones on all."""
-    engine = engine_of(tmp_path, *words)
+    engine = engine_of(tmp_path, *words, checkpoint=small)
     adp = engine.info["parallel"] == "adp"
     assert engine.info["max_batch_size"] == (6 if adp else 3)
-    serve(engine, ((1, 2), (11, 2), (9, 3), (5, 1)))
+    serve(engine, ((1, 2), (11, 2), (9, 3), (5, 1)), checkpoint=small)
     mine, theirs = (set(runner.steps) for runner in engine._ranks.runners)
     assert mine == theirs and ("absorbed", (3, 1)) in mine
 
 
-@pytest.mark.parametrize("words", [(), ("parallel.tp=2",)])
-def test_drafts_change_how_many_steps_there_are_and_no_token(tmp_path, words) -> None:
-    """Of five requests with more rows than run at once; one ends at its limit in the middle of an accepted pair."""
-    engine = engine_of(tmp_path, "engine.tensorrt.mtp=true", *words)
+def test_drafts_change_how_many_steps_there_are_and_no_token(tmp_path) -> None:
+    """Of more requests than run at once; one ends at its limit in the middle of an accepted pair."""
+    engine = engine_of(tmp_path, "engine.tensorrt.mtp=true")
     stats = serve(engine, ((1, 8), (11, 6), (9, 7), (8, 2), (13, 1)), text=True)
     assert stats.drafted > stats.accepted > 0
     decodes = [shape for form, shape in engine._ranks.runners[0].steps if shape == (3, 2) and form == "absorbed"]
     assert len(decodes) % 2 == 0 and stats.tokens == 24  # a drafted step runs the MTP layer and the model
 
 
-def test_a_row_that_draws_at_random_has_the_same_tokens_with_drafts(tmp_path) -> None:
+def test_a_row_that_draws_at_random_has_the_same_tokens_with_drafts(tmp_path, small) -> None:
     from sampler import Sampling
 
     def drawn(*words: str) -> list[int]:
-        engine, tokens = engine_of(tmp_path, *words), []
+        engine, tokens = engine_of(tmp_path, *words, checkpoint=small), []
         scheduler = Scheduler(engine, Limits.of(engine.info, 10))
         scheduler.submit(Request(1, [5, 6, 7, 8, 9], 6, collect(tokens), sampling=Sampling(temperature=0.8, seed=3)))
         while scheduler.stats().running or scheduler.stats().waiting:
@@ -111,10 +115,11 @@ def test_a_row_that_draws_at_random_has_the_same_tokens_with_drafts(tmp_path) ->
     assert drawn("engine.tensorrt.mtp=true") == drawn()
 
 
-def serve(engine: Any, requests: Any, *, text: bool = False) -> Any:
+def serve(engine: Any, requests: Any, *, text: bool = False, checkpoint: Path = TINY_R1) -> Any:
     """Requests of (prompt, answer) tokens through the scheduler; their tokens must be the reference model's."""
     torch.set_num_threads(1)
-    model = deepseek_v3.build(ARCH, {name: torch.from_numpy(value) for name, value in dequantized(TINY_R1)})
+    arch = Arch.from_dir(checkpoint)
+    model = deepseek_v3.build(arch, {name: torch.from_numpy(value) for name, value in dequantized(checkpoint)})
     scheduler, random = Scheduler(engine, Limits.of(engine.info, 10)), torch.Generator().manual_seed(3)
     wanted, found = {}, {}
     for number, (length, count) in enumerate(requests):
