@@ -3,7 +3,8 @@
 A `Source` is one .cu file, with the text of what it includes by a path beside it and no other headers;
 `source.module(**defines)` is that compiled for the current GPU with `-DNAME=VALUE`. Cubins are kept in `$R1_PIPELINE_CACHE` or
 `~/.cache/r1-pipeline/kernels` under the hash of everything that went in; each appears by one rename, so that any number of
-processes may compile at once. Launches may be captured in CUDA graphs. torch is imported when a kernel is asked for, not before.
+processes may compile at once. `carried` names a folder of cubins that is looked into first; then nothing needs to be compiled.
+Launches may be captured in CUDA graphs. torch is imported when a kernel is asked for, not before.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 from pipeline.core.errors import MissingToolError, StageError
 
 __all__ = [
-    "Module", "Source", "aligned", "compile_source", "compiler_version", "heads_matrix", "processors", "source_text", "tensor_map",
-    "wheels",
+    "Module", "Source", "aligned", "carried", "compile_source", "compiler_version", "heads_matrix", "processors",
+    "source_text", "tensor_map", "wheels",
 ]  # fmt: skip
 
 FLAGS = ("--std=c++17",)
@@ -38,6 +39,9 @@ PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
+
+
+_carried: list[Path] = []
 
 
 class _Attribute(ctypes.Structure):
@@ -183,16 +187,23 @@ def _architecture() -> str:
 
 
 def _cached(source: bytes, options: Sequence[str]) -> bytes:
-    """The cubin from the cache, or compiled into it."""
-    known = hashlib.sha256(repr((source, options, *compiler_version())).encode()).hexdigest()
+    """The cubin from a carried folder or the cache, or compiled into the latter."""
+    known = hashlib.sha256(repr((source, options)).encode()).hexdigest()
+    for file in (file for folder in _carried for file in sorted(folder.glob(f"{known}-*.cubin"))):
+        return file.read_bytes()
     folder = Path(os.environ.get("R1_PIPELINE_CACHE") or Path.home() / ".cache" / "r1-pipeline") / "kernels"
-    file = folder / f"{known}.cubin"
+    file = folder / f"{known}-{'.'.join(map(str, compiler_version()))}.cubin"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as temporary:
             temporary.write(compile_source(source, options))
         os.replace(temporary.name, file)
     return file.read_bytes()
+
+
+def carried(folder: Path) -> None:
+    """Take kernels from here first, whichever NVRTC compiled them: a copy of a cache's `kernels`, for this GPU."""
+    _carried.append(folder)
 
 
 def compiler_version() -> tuple[int, int]:

@@ -47,6 +47,8 @@ class TorchEngineConfig:
     """Prompt tokens of one step; a longer prompt takes several, between which others decode."""
     page_size: int = limited(32, least=1, most=2**16)
     """Tokens a page of the latent KV cache."""
+    plugins: str = limited("auto", one_of=PLUGINS)
+    """auto: on CUDA, each kernel of plugins/ that takes the GPU and the sizes; engine.json says which, and why not the others."""
     threads: int = limited(0, least=0, most=1024)
     """CPU threads; 0: as many as the machine has, 8 at most."""
 

@@ -29,7 +29,8 @@ CODE = {
 def code_of(config: Config) -> tuple[str, ...]:
     """That of the chosen engine: an edit of one kind leaves engines of the others as they are."""
     kind = config.engine.kind
-    return (f"pipeline/engines/{kind}", *CODE.get(kind, ()))
+    more = getattr(_engine(config), "code", None)
+    return (f"pipeline/engines/{kind}", *CODE.get(kind, ()), *(more(config) if more else ()))
 
 
 def toolchain(config: Config) -> dict[str, str]:

@@ -21,7 +21,8 @@ BORROWED = {"pipeline/engines/trtllm/build.py"}
 
 
 def code_of(kind: str) -> set[str]:
-    return set(key_parts(STAGE, load(["+hw=rtx_pro_6000", f"engine={kind}"]), {})["code"])
+    words = ["engine.torch.device=cuda", "engine.torch.dtype=bfloat16"] if kind == "torch" else []  # then it may take plugins
+    return set(key_parts(STAGE, load(["+hw=rtx_pro_6000", f"engine={kind}", *words]), {})["code"])
 
 
 def imported(file: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Builds the compiled torch engine: describe, write weights, compile both forms side by side, check, publish.
 
 Files: engine.json (all that the runtime has to know), weights.safetensors (in the engine's type), absorbed.pt2 and
-expanded.pt2, and the tokenizer's and generation's files of the checkpoint.
+expanded.pt2, ops/ (the plugins that the graph calls, if any), and the tokenizer's and generation's files of the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.checkpoint import dequantized
 from pipeline.core.errors import ConfigError, MissingToolError, StageError
 from pipeline.core.jsonio import write_json
 from pipeline.core.process import die_with_parent
 from pipeline.core.stage import StageContext
 from pipeline.engines.companions import copy_companions, eos_token_ids
+from pipeline.engines.torch.carry import OPS, carry, sources
+from pipeline.engines.torch.choose import choose
 from pipeline.engines.torch.export import write_compiler_wrapper
 from pipeline.engines.torch.graph import FORMS, Decoder
+from pipeline.engines.torch.plugged import ops
 from pipeline.engines.torch.toolchain import INSTALL_CXX, cpu_features, cxx, resolve_compiler
-from pipeline.engines.torch.weights import write_weights
+from pipeline.engines.torch.weights import parameters, write_weights
 from pipeline.models.arch import Arch
 from pipeline.share import code_root, share
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "describe"]
 
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
 
 
 def build(ctx: StageContext) -> None:
@@ -53,9 +55,11 @@ def build(ctx: StageContext) -> None:
             f"no C++ compiler ({why}): the engine is the exported graph, 2 to 4 times slower. To compile: {INSTALL_CXX}"
         )
     write_json(ctx.out / "engine.json", info)
+    carry(info["plugins"]["taken"], ctx.out)
     plan = {name: (SAFETENSORS_DTYPES[getattr(torch, dtype)], tuple(shape)) for name, (dtype, shape) in info["weights"].items()}
     ctx.progress.start(weight_bytes(info), "B")
-    write_weights(dequantized(source), arch, plan, ctx.out / "weights.safetensors", ctx.progress.advance)
+    write_weights(parameters(source, info["plugins"]["experts"]), arch, plan, ctx.out / "weights.safetensors", ctx.progress.advance)
+    ctx.progress.note(f"plugins: {', '.join(info['plugins']['taken']) or 'none'}; engine.json says why no others")
     ctx.progress.note(f"compiling {' and '.join(info['forms'])} with {info['compiler']}")
     compile_forms(ctx.out, info)
     ctx.progress.note(check(ctx.out))
@@ -66,6 +70,7 @@ def describe(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str,
     """engine.json: what the runtime, the scheduler and the compile processes need."""
     chunk = min(settings.prefill_chunk, settings.max_seq_len)
     pages = -(-settings.max_seq_len // settings.page_size)
+    plugins = choose(arch, settings, source)
     compiler = resolve_compiler(settings.compiler)
     return {
         "arch": asdict(arch),
@@ -85,18 +90,19 @@ def describe(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str,
         "num_layers": arch.num_hidden_layers,
         "num_pages": settings.max_batch_size * pages + 1,
         "page_size": settings.page_size,
+        "plugins": plugins | {"sources": sources(plugins["taken"])},
         "prefill_chunk": chunk,
         "threads": settings.threads,
         "torch": torch.__version__.partition("+")[0],
         "vocab_size": arch.vocab_size,
-        "weights": weight_table(arch, settings),
+        "weights": weight_table(arch, settings, plugins),
     }
 
 
-def weight_table(arch: Arch, settings: TorchEngineConfig) -> dict[str, list[Any]]:
+def weight_table(arch: Arch, settings: TorchEngineConfig, plugins: dict[str, Any]) -> dict[str, list[Any]]:
     """Name -> type and shape of every weight of the graph."""
     with torch.device("meta"):
-        decoder = Decoder(arch, "absorbed", settings.page_size, getattr(torch, settings.dtype))
+        decoder = Decoder(arch, "absorbed", settings.page_size, getattr(torch, settings.dtype), ops(plugins))
     state = decoder.state_dict().items()
     return {name: [str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in state}
 
@@ -179,10 +185,14 @@ def start_compile(form: str, out: Path, folder: Path, compiler: str) -> subproce
 
 
 def check(out: Path) -> str:
-    """Compare the engine, in a process of its own, with the graph it was made from; a sentence about it."""
+    """Compare the engine, in a process of its own, with the graph it was made from; a sentence about it.
+
+    Kernels of plugins are compiled on the way, into the folder that the engine carries.
+    """
     runtime = share("triton_repo") / "torch" / "1" / "runtime.py"
     command = [sys.executable, "-m", "pipeline.engines.torch.selfcheck", str(out), str(runtime)]
-    done = subprocess.run(command, env=python_env(), capture_output=True, text=True)
+    env = python_env() | {"R1_PIPELINE_CACHE": str(out.absolute() / OPS)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
         raise StageError(f"The compiled engine failed its check, so it is not published: {reason(done.returncode, done.stderr)}")
     return str(json.loads(done.stdout.splitlines()[-1]))

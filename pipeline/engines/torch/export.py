@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from pipeline.engines.torch.graph import Decoder, Form
+from pipeline.engines.torch.plugged import ops
 from pipeline.models.arch import Arch
 
 __all__ = ["compile_form", "export_form", "load_decoder", "new_caches", "write_compiler_wrapper"]
@@ -52,7 +53,7 @@ def load_decoder(folder: Path, form: Form, weights: dict[str, Tensor] | None = N
     """The eager module of an engine folder, its weights mapped from the file."""
     info = json.loads((folder / "engine.json").read_text(encoding="utf-8"))
     with torch.device("meta"):
-        decoder = Decoder(Arch(**info["arch"]), form, info["page_size"], getattr(torch, info["dtype"]))
+        decoder = Decoder(Arch(**info["arch"]), form, info["page_size"], getattr(torch, info["dtype"]), ops(info["plugins"]))
     weights = weights or load_file(folder / "weights.safetensors", device=info["device"])
     decoder.load_state_dict(weights, strict=True, assign=True)
     return decoder.eval()

@@ -27,12 +27,15 @@ MoE layer, hidden 256, expert width 128, float32, one core of a Xeon 4 (torch 2.
 (gather: each token's own copy of its experts' weights; dense: every expert on every token.) On a GPU with
 sm_90 or newer, `grouped_mm` in bfloat16 is one CUTLASS kernel.
 
+What plugins can compute instead goes through one table, `Ops`; what is below is that of an engine without any.
+
 Shape legend: B rows, T tokens a row, N = B*T, P pages a row, S = P * page_size, A heads, L kv_lora, R rope,
 D = L + R, H hidden, E experts, K experts a token, I expert width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,13 +46,10 @@ from torch import Tensor, nn
 from pipeline.models.arch import Arch
 from plugins.topk_router.reference import route
 
-__all__ = ["FLOAT32_WEIGHTS", "FORMS", "Decoder", "Form"]
+__all__ = ["FORMS", "PLAIN", "Attention", "Decoder", "Form", "Moe", "Ops", "Router", "Weight", "Where"]
 
 Form = Literal["absorbed", "expanded"]
 FORMS: tuple[Form, ...] = ("absorbed", "expanded")
-FLOAT32_WEIGHTS = ("router.weight", "router.bias", "inv_freq")
-"""Suffixes of the weights that stay float32 in every engine: the router must rank experts alike everywhere."""
-
 
 @dataclass(frozen=True, slots=True)
 class Where:
@@ -104,10 +104,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Multi-head latent attention in one of the two forms."""
 
-    def __init__(self, arch: Arch, form: Form, dtype: torch.dtype) -> None:
+    def __init__(self, arch: Arch, form: Form, dtype: torch.dtype, ops: Ops | None = None) -> None:
         super().__init__()
-        self.arch = arch
-        self.attend = self.absorbed if form == "absorbed" else self.expanded
+        self.arch, self.ops = arch, ops or PLAIN
+        self.attend = self.ops.absorbed if form == "absorbed" else self.ops.expanded
         heads = arch.num_attention_heads
         self.qkv_a = Linear(arch.q_lora_rank + arch.latent_dim, arch.hidden_size, dtype=dtype)
         self.q_norm = Norm(arch.q_lora_rank, arch.rms_norm_eps, dtype)
@@ -119,38 +119,44 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cache: Tensor, at: Where) -> Tensor:
         """[B, T, H], cache [num_pages, page_size, D] -> [B, T, H]"""
         arch = self.arch
+        q = self.ops.into_cache(self, x, cache, at)
+        q = self.q_b(q).unflatten(-1, (arch.num_attention_heads, arch.qk_head_dim))
+        q_nope, q_rope = q.split((arch.qk_nope_head_dim, arch.qk_rope_head_dim), -1)
+        q_rope = rotate(q_rope, at.cos.unsqueeze(2), at.sin.unsqueeze(2))
+        return self.o(self.attend(self, q_nope, q_rope, cache, at).flatten(2))
+
+    def into_cache(self, x: Tensor, cache: Tensor, at: Where) -> Tensor:
+        """[B, T, H] -> normed q_a [B, T, Q]; the tokens' latents are written into the cache."""
+        arch = self.arch
         q, latent, k_rope = self.qkv_a(x).split((arch.q_lora_rank, arch.kv_lora_rank, arch.qk_rope_head_dim), -1)
         latent = torch.cat((self.kv_norm(latent), rotate(k_rope, at.cos, at.sin)), dim=-1)
         cache.view(-1, arch.latent_dim).index_copy_(0, at.slots, latent.flatten(0, 1))
-        q = self.q_b(self.q_norm(q)).unflatten(-1, (arch.num_attention_heads, arch.qk_head_dim))
-        q_nope, q_rope = q.split((arch.qk_nope_head_dim, arch.qk_rope_head_dim), -1)
-        q_rope = rotate(q_rope, at.cos.unsqueeze(2), at.sin.unsqueeze(2))
-        return self.o(self.attend(q_nope, q_rope, cache[at.pages].flatten(1, 2), at.visible).flatten(2))
+        return self.q_norm(q)
 
     def weigh(self, scores: Tensor, visible: Tensor) -> Tensor:
         """Scores -> weights over the keys of the last axis, computed in float32."""
         wide = scores.float() * self.arch.softmax_scale
         return wide.masked_fill(~visible, float("-inf")).softmax(dim=-1).to(scores.dtype)
 
-    def absorbed(self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, visible: Tensor) -> Tensor:
-        """[B, T, A, nope], [B, T, A, R], [B, S, D], [B, T, S] -> [B, T, A, v]"""
-        heads = self.arch.num_attention_heads
+    def absorbed(self, q_nope: Tensor, q_rope: Tensor, cache: Tensor, at: Where) -> Tensor:
+        """[B, T, A, nope], [B, T, A, R] -> [B, T, A, v]"""
+        heads, latents = self.arch.num_attention_heads, cache[at.pages].flatten(1, 2)
         w_uk, w_uv = self.kv_b.weight.split((self.arch.qk_nope_head_dim, self.arch.v_head_dim), 1)
         query = torch.cat((torch.einsum("btan,anl->btal", q_nope, w_uk), q_rope), dim=-1).flatten(1, 2)
         scores = torch.bmm(query, latents.transpose(1, 2)).unflatten(1, (-1, heads))
-        weights = self.weigh(scores, visible.unsqueeze(2)).flatten(1, 2)
+        weights = self.weigh(scores, at.visible.unsqueeze(2)).flatten(1, 2)
         out = torch.bmm(weights, latents[..., : self.arch.kv_lora_rank]).unflatten(1, (-1, heads))
         return torch.einsum("btal,avl->btav", out, w_uv)
 
-    def expanded(self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, visible: Tensor) -> Tensor:
+    def expanded(self, q_nope: Tensor, q_rope: Tensor, cache: Tensor, at: Where) -> Tensor:
         """The same for B = 1."""
-        arch = self.arch
+        arch, latents = self.arch, cache[at.pages].flatten(1, 2)
         latent, k_rope = latents[0].split((arch.kv_lora_rank, arch.qk_rope_head_dim), -1)
         keys_values = torch.bmm(latent.expand(arch.num_attention_heads, -1, -1), self.kv_b.weight.transpose(1, 2))
         k_nope, value = keys_values.split((arch.qk_nope_head_dim, arch.v_head_dim), -1)
         query = torch.cat((q_nope[0], q_rope[0]), dim=-1).transpose(0, 1)
         key = torch.cat((k_nope, k_rope.unsqueeze(0).expand(arch.num_attention_heads, -1, -1)), dim=-1)
-        weights = self.weigh(torch.bmm(query, key.transpose(1, 2)), visible)
+        weights = self.weigh(torch.bmm(query, key.transpose(1, 2)), at.visible)
         return torch.bmm(weights, value).transpose(0, 1).unsqueeze(0)
 
 
@@ -174,38 +180,47 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Which K experts each token visits, and with which weights; float32 throughout."""
+    """Which K experts each token visits, and with which weights; float32 throughout, so that experts rank alike everywhere."""
 
-    def __init__(self, arch: Arch) -> None:
+    def __init__(self, arch: Arch, ops: Ops | None = None) -> None:
         super().__init__()
-        self.arch = arch
-        self.weight = nn.Parameter(torch.empty(arch.n_routed_experts, arch.hidden_size), requires_grad=False)
+        self.arch, self.ops = arch, ops or PLAIN
+        shape = arch.n_routed_experts, arch.hidden_size
+        self.weight = nn.Parameter(torch.empty(shape, dtype=self.ops.router_dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(arch.n_routed_experts), requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N, H] -> weights [N, K] in float32, indices [N, K]"""
         arch = self.arch
-        logits = F.linear(x.float(), self.weight)
         limits = arch.n_group, arch.topk_group, arch.num_experts_per_tok, arch.routed_scaling_factor
-        return route(logits, self.bias, *limits, arch.norm_topk_prob)
+        return self.ops.route(self.ops.router_logits(x, self.weight), self.bias, *limits, arch.norm_topk_prob)
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """[N, H], [E, H] -> [N, E] in float32"""
+    return F.linear(x.float(), weight)
 
 
 class Moe(nn.Module):
     """The chosen experts' weighted sum, plus the shared expert that every token visits."""
 
-    def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
+    def __init__(self, arch: Arch, dtype: torch.dtype, ops: Ops | None = None) -> None:
         super().__init__()
+        self.ops = ops or PLAIN
         experts, hidden, width = arch.n_routed_experts, arch.hidden_size, arch.moe_intermediate_size
-        self.router = Router(arch)
-        self.gate_up = Weight(experts, 2 * width, hidden, dtype=dtype)
-        self.down = Weight(experts, hidden, width, dtype=dtype)
+        self.router = Router(arch, ops)
+        self.gate_up = self.ops.expert_weight(experts, 2 * width, hidden, dtype=dtype)
+        self.down = self.ops.expert_weight(experts, hidden, width, dtype=dtype)
         self.shared = Mlp(hidden, width * arch.n_shared_experts, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, H] -> [N, H]"""
-        weights, indices = self.router(x)
+        return self.ops.experts(self, x, *self.router(x)) + self.shared(x)
+
+    def mixed(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        """[N, H] and each token's experts [N, K] -> their weighted sum [N, H]"""
         y = self.routed(x, indices.flatten(), indices.shape[1]).unflatten(0, indices.shape)
-        return torch.sum(y * weights.unsqueeze(-1).to(y.dtype), dim=1) + self.shared(x)
+        return torch.sum(y * weights.unsqueeze(-1).to(y.dtype), dim=1)
 
     def routed(self, x: Tensor, expert: Tensor, per_token: int) -> Tensor:
         """[N, H] and the expert of each of the N*K (token, expert) pairs -> their outputs [N*K, H]"""
@@ -220,13 +235,13 @@ class Moe(nn.Module):
 class Layer(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, arch: Arch, number: int, form: Form, dtype: torch.dtype) -> None:
+    def __init__(self, arch: Arch, number: int, form: Form, dtype: torch.dtype, ops: Ops) -> None:
         super().__init__()
         self.input_norm = Norm(arch.hidden_size, arch.rms_norm_eps, dtype)
-        self.attn = Attention(arch, form, dtype)
+        self.attn = Attention(arch, form, dtype, ops)
         self.post_norm = Norm(arch.hidden_size, arch.rms_norm_eps, dtype)
         moe = arch.is_moe(number)
-        self.mlp = Moe(arch, dtype) if moe else Mlp(arch.hidden_size, arch.intermediate_size, dtype)
+        self.mlp = Moe(arch, dtype, ops) if moe else Mlp(arch.hidden_size, arch.intermediate_size, dtype)
 
     def forward(self, x: Tensor, cache: Tensor, at: Where) -> Tensor:
         """[B, T, H] -> [B, T, H]"""
@@ -239,11 +254,11 @@ class Decoder(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, arch: Arch, form: Form, page_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, arch: Arch, form: Form, page_size: int, dtype: torch.dtype, ops: Ops | None = None) -> None:
         super().__init__()
-        self.arch, self.page_size, self.dtype = arch, page_size, dtype
+        self.arch, self.page_size, self.dtype, self.ops = arch, page_size, dtype, ops or PLAIN
         self.embed = Weight(arch.vocab_size, arch.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList(Layer(arch, i, form, dtype) for i in range(arch.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(arch, i, form, dtype, self.ops) for i in range(arch.num_hidden_layers))
         self.norm = Norm(arch.hidden_size, arch.rms_norm_eps, dtype)
         self.head = Linear(arch.vocab_size, arch.hidden_size, dtype=dtype)
         self.register_buffer("inv_freq", torch.empty(arch.qk_rope_head_dim // 2))
@@ -266,8 +281,26 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, pages: Tensor, caches: list[Tensor]) -> Tensor:
         """[B, T], [B, T], [B, P], a cache a layer -> logits [B, V] in float32"""
-        at = self.where(positions, pages)
+        at = self.ops.where(self, positions, pages)
         x = F.embedding(tokens, self.embed.weight)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache, at)
         return self.head(self.norm(x[:, -1])).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """What computes the parts that plugins have kernels for; shapes are those of the methods that stand here as defaults."""
+
+    where: Callable[[Decoder, Tensor, Tensor], Where] = Decoder.where
+    into_cache: Callable[[Attention, Tensor, Tensor, Where], Tensor] = Attention.into_cache
+    absorbed: Callable[[Attention, Tensor, Tensor, Tensor, Where], Tensor] = Attention.absorbed
+    expanded: Callable[[Attention, Tensor, Tensor, Tensor, Where], Tensor] = Attention.expanded
+    router_logits: Callable[[Tensor, Tensor], Tensor] = router_logits
+    router_dtype: torch.dtype = torch.float32
+    route: Callable[..., tuple[Tensor, Tensor]] = route
+    experts: Callable[[Moe, Tensor, Tensor, Tensor], Tensor] = Moe.mixed
+    expert_weight: Callable[..., nn.Module] = Weight
+
+
+PLAIN = Ops()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.core.errors import ConfigError, MissingToolError
-from pipeline.core.gpu import require_cuda
+from pipeline.core.gpu import compute_capabilities, require_cuda
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -37,6 +37,8 @@ def toolchain(config: Config) -> dict[str, str]:
         raise MissingToolError(f"engine=torch needs {error.name}, which is not installed: pip install {error.name}.") from error
     assert config.engine.torch is not None
     compiler = resolve_compiler(config.engine.torch.compiler)
+    if config.engine.torch.device == "cuda":
+        versions["gpu"] = " ".join(sorted({f"sm_{major}{minor}" for major, minor in compute_capabilities()}))
     if compiler == "aoti":
         versions |= {"c++": cxx()[1], "cpu": " ".join(cpu_features())}
     return versions | {"compiler": compiler, "machine": platform.machine()}

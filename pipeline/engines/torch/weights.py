@@ -1,5 +1,7 @@
 """From a checkpoint, whatever its format, to the weights of `graph.Decoder` in one safetensors file.
 
+Weights are dequantised, except routed experts that plugins compute as they are stored: those keep their codes and scales.
+
 Parameters arrive one at a time. Those that form one weight of the engine (q_a and kv_a_proj_with_mqa, gate and up, the
 experts of a layer) wait for each other, so what is held in memory is about one layer. Tensors of the MTP layers are
 passed over: this engine does not draft.
@@ -8,7 +10,7 @@ passed over: this engine does not draft.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,22 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.checkpoint import ShardWriter
+from pipeline.checkpoint import Checkpoint, Entry, ShardWriter
 from pipeline.core.errors import StageError
 from pipeline.models.arch import Arch
 
-__all__ = ["Part", "part_of", "write_weights"]
+__all__ = ["Part", "parameters", "part_of", "write_weights"]
 
 Array = npt.NDArray[Any]
 Index = tuple[int | slice, ...]
-NUMPY_DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
+NUMPY_DTYPES = {
+    "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "U8": np.dtype(np.uint8),
+}  # fmt: skip
+KEPT = ("weight", "weight_scale_inv", "weight_scale", "weight_scale_2")
+"""What experts are made of that keep their format; NVFP4's scale of activations is not used, they stay BF16."""
+SCALE_ROWS = {"weight_scale_inv": 128}
+"""Rows of weights that a row of scales is for, if not one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,29 @@ class Pending:
     values: Array
     left: int
     parts: set[str] = field(default_factory=set)
+
+
+def parameters(source: Path, experts: str | None) -> Iterator[tuple[str, Array]]:
+    """Name and float32 value of every parameter, one at a time; of routed experts the tensors of the format `experts`, if given."""
+    entries = Checkpoint.open(source).entries
+    for entry in entries.values():
+        if experts is None or entry.place.kind != "routed_experts":
+            yield entry.name, entry.dequantized()
+        else:
+            yield from _stored(entry, entries)
+
+
+def _stored(entry: Entry, entries: Mapping[str, Entry]) -> Iterator[tuple[str, Array]]:
+    """The tensors of an expert's weight; gate and up have one scale a tensor in common, which comes with the gate."""
+    module, tensors = entry.name.removesuffix(".weight"), dict(entry.load())
+    if module.endswith(".up_proj") and (scale := tensors.pop("weight_scale_2", None)) is not None:
+        gate = entries[module.replace(".up_proj", ".gate_proj") + ".weight"].load()["weight_scale_2"]
+        if float(gate) != float(scale):
+            raise StageError(
+                f"{module} has weight_scale_2={float(scale):g} and its gate {float(gate):g}, but the kernels take one for both: "
+                "convert the checkpoint again, or set engine.torch.plugins=off."
+            )
+    yield from ((f"{module}.{suffix}", tensors[suffix]) for suffix in KEPT if suffix in tensors)
 
 
 def part_of(name: str, arch: Arch) -> Part | None:
@@ -75,19 +107,22 @@ def _part_in_layer(rest: str, arch: Arch, moe: bool) -> Part:
         return Part("attn.qkv_a.weight", (slice(0, arch.q_lora_rank),))
     if rest == "self_attn.kv_a_proj_with_mqa.weight":
         return Part("attn.qkv_a.weight", (slice(arch.q_lora_rank, None),))
-    if match := re.fullmatch(r"mlp\.(?:experts\.(\d+)\.|(shared_experts)\.)?(gate|up|down)_proj\.weight", rest):
+    if match := re.fullmatch(r"mlp\.(?:experts\.(\d+)\.|(shared_experts)\.)?(gate|up|down)_proj\.(weight\w*)", rest):
         return _mlp_part(match, arch, moe)
     raise StageError(f"The parameter {rest} of a layer has no place in the engine: add it to engines/torch/graph.py.")
 
 
 def _mlp_part(match: re.Match[str], arch: Arch, moe: bool) -> Part:
     """Gate lies above up; experts are stacked."""
-    expert, shared, kind = match.groups()
+    expert, shared, kind, tensor = match.groups()
     width = arch.intermediate_size
     if moe:
         width = arch.moe_intermediate_size * (arch.n_shared_experts if shared else 1)
+    width //= SCALE_ROWS.get(tensor, 1)
     rows = {"gate": (slice(0, width),), "up": (slice(width, None),), "down": (slice(None),)}[kind]
-    weight = f"mlp.{'shared.' if shared else ''}{'down' if kind == 'down' else 'gate_up'}.weight"
+    weight = f"mlp.{'shared.' if shared else ''}{'down' if kind == 'down' else 'gate_up'}.{tensor}"
+    if tensor == "weight_scale_2":
+        return Part(weight, (slice(int(expert), int(expert) + 1),))
     return Part(weight, (int(expert), *rows) if expert else rows)
 
 

@@ -1,6 +1,7 @@
 """Runs a compiled engine: the packages of both forms, their shared weights, and the paged latent KV cache.
 
-It needs torch, safetensors and the engine's folder, and nothing of the pipeline that built it. The weights are mapped
+It needs torch, safetensors and the engine's folder, and nothing of the pipeline that built it: plugins that the engine
+calls lie in its `ops/`, kernels included, and are loaded before the packages, which look them up. The weights are mapped
 from their file, so several servers of one machine share its pages. A package called before it has weights, or with
 weights of another type, would end the process without a word (torch 2.13); so names, types and shapes are checked here.
 
@@ -12,8 +13,11 @@ Shape legend: B rows, T tokens a row, P pages a row, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +50,7 @@ class CompiledEngine:
         folder = Path(folder)
         info = json.loads((folder / "engine.json").read_text(encoding="utf-8"))
         _check_machine(info)
+        _load_ops(folder / "ops", info["plugins"])
         weights = load_file(folder / "weights.safetensors", device=info["device"])
         _check_weights(info["weights"], weights)
         open_form = _open_package if info["compiler"] == "aoti" else _open_graph
@@ -55,7 +60,7 @@ class CompiledEngine:
     def step(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
         """Write the tokens [B, T] at their positions through the page table [B, P]; logits [B, V] of each row's last token.
 
-        Rows may be padded on the left with position -1: ignored.
+        Rows may be padded on the left with position -1: ignored. Else a row's positions rise by one.
         """
         self._check(tokens, positions, pages)
         self._limit_threads()
@@ -125,6 +130,28 @@ class DecodeGraph:
             static[: value.shape[0], : value.shape[1]].copy_(value)
         self.graph.replay()
         return self.logits.clone()
+
+
+def _load_ops(folder: Path, plugins: dict[str, Any]) -> None:
+    """Register the ops of the plugins, and let them find the kernels that were compiled with the engine."""
+    if not plugins["taken"]:
+        return
+    sys.path.insert(0, str(folder))
+    try:
+        for name in plugins["taken"]:
+            module = importlib.import_module(f"plugins.{name}.op")
+            _check_source(Path(str(module.__file__)), plugins["sources"][f"plugins/{name}/op.py"])
+        importlib.import_module("plugins.nvrtc").carried(folder / "kernels")
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _check_source(file: Path, digest: str) -> None:
+    """A process can have one version of an op."""
+    if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+        raise RuntimeError(
+            f"{file} is not the version that this engine was built with: serve it in a process without that, or build it again."
+        )
 
 
 def _open_package(path: Path, weights: dict[str, Tensor]) -> Form:
