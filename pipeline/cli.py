@@ -131,6 +131,16 @@ COMMANDS: dict[str, Command] = {
     "engine": Command(
         "build the engine of engine=", "engine=torch compiles here; engine=trtllm writes a TensorRT-LLM bundle.", "engine"
     ),
+    "onnx": Command(
+        "your own torch module to ONNX and TensorRT, checked by onnxruntime",
+        "FACTORY() returns (module, args, dynamic_shapes), as torch.export.export takes them; other KEY=VALUE are its arguments.\n"
+        "DIR gets model.onnx with its weights in model.onnx.data, what onnxruntime computes beside what torch computes, and, with\n"
+        "targets=[120], model.engine by TensorRT's ONNX parser. It refuses where the two differ by more than tolerance=, a share\n"
+        "of the largest value. pipeline.onnx.decoder:absorbed is an example. Needs no configuration.",
+        "onnx",
+        needs_config=False,
+        arguments="MODULE:FACTORY out=DIR [targets=[120]] [library=tensorrt_rtx] [tolerance=0.001] [opset=23] [KEY=VALUE ...] ",
+    ),
     "package": Command(
         "write the Triton model repository",
         "Everything tritonserver needs lies in repository/; the manifest lies beside it.",

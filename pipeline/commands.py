@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from pipeline.planner.compare import Comparison
 
 __all__ = [
-    "convert", "doctor", "engine", "explain", "gc", "inspect", "lint", "migrate", "package", "plan", "serve", "smoke", "verify",
+    "convert", "doctor", "engine", "explain", "gc", "inspect", "lint", "migrate", "onnx", "package", "plan", "serve", "smoke",
+    "verify",
 ]  # fmt: skip
 
 
@@ -95,6 +96,13 @@ def _show(file: Path | None, console: Console) -> None:
 def engine(options: Options, console: Console) -> int:
     """Up to the engine."""
     return _up_to("engine", options, console)
+
+
+def onnx(options: Options, console: Console) -> int:
+    """Somebody's own module."""
+    from pipeline.onnx.command import onnx_command
+
+    return onnx_command(options, console)
 
 
 def package(options: Options, console: Console) -> int:

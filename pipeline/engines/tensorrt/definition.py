@@ -84,8 +84,7 @@ class Definition:
         self.logger = process_logger(trt)
         self.builder = trt.Builder(self.logger)
         self.recorder = _recorder(trt)
-        self.builder.error_recorder = self.recorder
-        self.definition = self.builder.create_network(0)
+        self.definition = self._new_network()
         self.numpy = numpy_dtypes(trt)
         self.constants: dict[str, Callable[[], Array]] = {}
         """Value of each constant's tensor, one element an element: TensorRT cannot give BF16 and FP8 weights back."""
@@ -101,6 +100,11 @@ class Definition:
         """Input or output -> the name that it would have in the whole model, where that differs."""
         self._inputs: dict[str, Tensor] = {}
         self._first_layer = first_layer
+
+    def _new_network(self) -> Any:
+        """An empty network, whose errors are recorded."""
+        self.builder.error_recorder = self.recorder
+        return self.builder.create_network(0)
 
     # Errors and names
 

@@ -63,8 +63,10 @@ def _before_exec() -> None:
     fixed_addresses()
 
 
-def run_task(module: str, request: dict[str, Any], scratch: Path, progress: Progress) -> dict[str, Any]:
-    """Run `python -m pipeline.engines.tensorrt.<module>` on a request; its `done` event. What it leaves lies in `scratch`.
+def run_task(
+    module: str, request: dict[str, Any], scratch: Path, progress: Progress, *, package: str = "pipeline.engines.tensorrt"
+) -> dict[str, Any]:
+    """Run `python -m <package>.<module>` on a request; its `done` event. What it leaves lies in `scratch`.
 
     Raises:
         StageError: it said why, or it died.
@@ -72,7 +74,7 @@ def run_task(module: str, request: dict[str, Any], scratch: Path, progress: Prog
     name = str(request["name"])
     file, log = scratch / REQUEST, scratch / f"{name}.log"
     file.write_text(json.dumps(request), encoding="utf-8")
-    command = [sys.executable, "-P", "-m", f"pipeline.engines.tensorrt.{module}", str(file)]
+    command = [sys.executable, "-P", "-m", f"{package}.{module}", str(file)]
     done = error = None
     with log.open("wb") as stderr:
         process = subprocess.Popen(

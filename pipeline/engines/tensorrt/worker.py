@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,13 @@ from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.engines.tensorrt.plugins import Plugins
 from pipeline.engines.tensorrt.weights import Weights
 
-__all__ = ["main", "network", "peak_bytes"]
+__all__ = ["main", "network", "peak_bytes", "serve"]
 
 WEIGHTS = "weights.safetensors"
 """What `weights` leaves there; `build` leaves NAME.engine and NAME.layers.txt. The caller puts it all in place."""
 INTERRUPTED = 130
+Task = Callable[[dict[str, Any], Path, EventWriter, list[int]], dict[str, Any]]
+"""Request, its folder, where to tell how far it is, and a list that a signal to stop is put into -> the `done` event."""
 
 
 def network(
@@ -102,12 +106,19 @@ TASKS = {"build": _build, "weights": _write_weights}
 
 
 def main(request_file: Path) -> int:
-    """Do the task; exit code 3 after an `error` event, 130 after a signal."""
-    request, events, stop = json.loads(request_file.read_text(encoding="utf-8")), EventWriter(sys.stdout), []
+    """Do one of the tasks here."""
+    return serve(request_file, TASKS)
+
+
+def serve(request_file: Path, tasks: dict[str, Task]) -> int:
+    """Do the task that the file names; exit code 3 after an `error` event, 130 after a signal. What others print goes to stderr."""
+    request, stop = json.loads(request_file.read_text(encoding="utf-8")), []
+    events = EventWriter(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    os.dup2(2, 1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stop.append(number))
     try:
-        events.send(event="done", **TASKS[request["task"]](request, request_file.parent, events, stop))
+        events.send(event="done", **tasks[request["task"]](request, request_file.parent, events, stop))
     except PipelineError as error:
         events.send(event="error", text=str(error))
         return 3
