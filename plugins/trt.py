@@ -25,7 +25,9 @@ from typing import Any
 from pipeline.core.errors import StageError
 from plugins.nvrtc import FLAGS, compile_source, compiler_version, source_text
 
-__all__ = ["NAMESPACE", "Kernel", "Plugin", "arranged", "call", "digest", "launch_parameters", "ptx", "register", "sizes"]
+__all__ = [
+    "NAMESPACE", "Kernel", "Plugin", "arranged", "call", "digest", "launch_parameters", "ptx", "register", "sizes", "uncovered",
+]  # fmt: skip
 
 NAMESPACE = "r1_pipeline"
 Size = Any
@@ -51,7 +53,7 @@ class Kernel:
     """Bytes of dynamic shared memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Plugin:
     """An op as TensorRT sees it. Functions get the inputs' sizes by name, then the attributes."""
 
@@ -63,16 +65,26 @@ class Plugin:
     shapes: Callable[..., Sequence[Sequence[Size]]]
     """Of the outputs."""
     reference: Callable[..., Sequence[Any]]
-    """The op in torch on the CPU: inputs in order, attributes by name."""
-    kernel: Callable[..., Kernel]
+    """The op in torch, inputs in order, attributes by name: what the interpreter computes and, without a `kernel`, the GPU."""
+    kernel: Callable[..., Kernel] | None
+    """None: the op is launched from the host (`trt_class.py`)."""
     refusal: Callable[..., str]
     """Why there is no kernel for these sizes; empty where there is one. Dynamic sizes are -1."""
     least_sm: int
     """The oldest compute capability, x10, that has the instructions."""
+    only_sm: int = 0
+    """The only one, where kernels have instructions that no other has."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Output -> the input that it is written over."""
     tactics: Sequence[int] = ()
     """Variants that TensorRT may time; `kernel` gets the chosen one as `tactic`, 0 where there is no choice."""
+
+
+def uncovered(plugin: Plugin, sm: int) -> str:
+    """Why there is no kernel for this compute capability; empty where there is one."""
+    if plugin.only_sm:
+        return "" if sm == plugin.only_sm else f"the kernel is for SM{plugin.only_sm} alone, not SM{sm}"
+    return "" if sm >= plugin.least_sm else f"the kernel needs SM{plugin.least_sm} or newer, not SM{sm}"
 
 
 def sizes(plugin: Plugin, shapes: Sequence[Sequence[Size]]) -> dict[str, tuple[Size, ...]]:
@@ -181,7 +193,8 @@ def _describe(trtp: Any, plugin: Plugin) -> Callable[..., Any]:
 
 
 def _implement(trtp: Any, plugin: Plugin, sm: int) -> Callable[..., Any]:
-    count = len(plugin.inputs)
+    count, make = len(plugin.inputs), plugin.kernel
+    assert make is not None
 
     def implement(*given: Any) -> tuple[str, bytes, Any, Any]:
         attributes = dict(zip(plugin.attributes, given[count:-2], strict=True))
@@ -190,7 +203,7 @@ def _implement(trtp: Any, plugin: Plugin, sm: int) -> Callable[..., Any]:
             for each in given[:count]
         ]
         variant = {"tactic": given[-1]} if plugin.tactics else {}
-        kernel = plugin.kernel(sizes(plugin, shapes), **attributes, **variant)
+        kernel = make(sizes(plugin, shapes), **attributes, **variant)
         return kernel.name, ptx(plugin, kernel, sm), *launch_parameters(trtp, kernel)
 
     rest = {"outputs": _outputs(trtp, plugin), "tactic": int}

@@ -8,8 +8,11 @@ attributes, tactic. Printed is, as JSON, what the builder would get: shapes, typ
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +64,7 @@ class Registry:
         return True
 
     def get_creator(self, *identity: str) -> Any:
-        return self.creators[identity]
+        return self.creators.get(identity)
 
 
 class Dimensions(list[Any]):
@@ -99,6 +102,8 @@ def made(case: dict[str, Any], plugin: Any) -> Any:
 def taken_through(case: dict[str, Any]) -> dict[str, Any]:
     """What a builder does, in its order."""
     plugin = next(each for each in import_module(case["module"]).PLUGINS if each.name == case["plugin"])
+    if plugin.kernel is None:
+        return enqueued(case, plugin)
     instance, builder, count = made(case, plugin), Expressions(), len(plugin.inputs)
     trt.DimsExprs = Dimensions
     types = instance.get_output_data_types(
@@ -124,6 +129,59 @@ def taken_through(case: dict[str, Any]) -> dict[str, Any]:
         "launch": {part: value.expr.number for part, value in vars(launch).items()},
         "numbers": [each.expr.number for each in numbers],
     }  # fmt: skip
+
+
+def enqueued(case: dict[str, Any], plugin: Any) -> dict[str, Any]:
+    """A plugin of the class route: built, serialised, made again, and run over tensors of the CPU at their addresses."""
+    import torch
+
+    from plugins import trt_class
+
+    registry = Registry()
+    trt.get_plugin_registry, trt.DimsExprs = (lambda: registry), Dimensions
+    trt_class._on, trt_class._view = (lambda stream: nullcontext()), at_address
+    _, shape_inputs, built = trt_class.instance(trt, plugin, case["attributes"])(*range(len(plugin.inputs)))
+    creator = registry.get_creator(plugin.name, built.plugin_version, built.plugin_namespace)
+    again = creator.create_plugin(plugin.name, built.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME).clone()
+    symbols = [[Expression.of(size) for size in shape] for shape in case["shapes"]]
+    outputs = [[size.number for size in shape] for shape in again.get_output_shapes(symbols, [], Expressions())]
+    types = [kind.name for kind in again.get_output_data_types([])]
+    given = [filled(*each) for each in zip(case["values"], case["shapes"], plugin.inputs.values(), strict=True)]
+    places = [torch.zeros(shape, dtype=trt_class.DTYPES[kind]) for shape, kind in zip(outputs, types, strict=True)]
+    tensors, count = [*given, *places], len(given)
+    kinds = [*plugin.inputs.values(), *types]
+    descs = [described(list(each.shape), [], kind) for each, kind in zip(tensors, kinds, strict=True)]
+    inner, pointers = [each.desc for each in descs], [each.data_ptr() for each in tensors]
+    again.enqueue(inner[:count], inner[count:], pointers[:count], pointers[count:], 0, 0)
+    expected = plugin.reference(*given, **case["attributes"])
+    return {
+        "shapes": outputs, "types": types, "attributes": again.attributes, "shape_inputs": shape_inputs,
+        "supported": [again.supports_format_combination(place, descs, count) for place in range(len(descs))],
+        "equal": [bool(torch.equal(a.float(), b.float())) for a, b in zip(places, expected, strict=True)],
+        "largest": [float(place.float().abs().max()) for place in places],
+    }  # fmt: skip
+
+
+def at_address(pointer: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A tensor of the CPU that lies there."""
+    import torch
+
+    count = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer((ctypes.c_uint8 * count).from_address(pointer), dtype=torch.uint8).view(dtype).view(*shape)
+
+
+def filled(values: list[int] | None, shape: list[int], kind: str) -> Any:
+    """Random numbers, or those of the case."""
+    import torch
+
+    from plugins.trt_class import DTYPES
+
+    if values is not None:
+        return torch.tensor(values, dtype=DTYPES[kind]).view(shape)
+    random = torch.Generator().manual_seed(len(shape))
+    if kind == "INT8":
+        return torch.randint(-128, 128, shape, dtype=torch.int8, generator=random)
+    return torch.randn(shape, generator=random).abs().clamp(0.01, 2).to(DTYPES[kind])
 
 
 class Numbers(list[Any]):

@@ -35,17 +35,38 @@ CASES: dict[str, tuple[str, list[list[int]], dict[str, Any]]] = {
     "fp8_quantize": ("quantize", [[7, 7168]], {}),
 }
 """Plugin -> its folder, shapes of its inputs and attributes, as in DeepSeek-R1."""
+DECODE = {"scale": 0.1, "latent": 512, "kv_scale": 1.0}
+HOST: dict[str, tuple[str, list[list[int]], dict[str, Any], dict[str, list[int]]]] = {
+    "mla_decode": ("mla_decode", [[2, 1, 4, 576], [2, 1, 128, 576], [2]], DECODE, {"lengths": [70, 5]}),
+    "mla_decode_fp8": ("mla_decode", [[2, 1, 4, 576], [2, 1, 64, 576], [2]], DECODE | {"kv_scale": 0.5}, {"lengths": [64, 5]}),
+    "mla_prefill": (
+        "mla_prefill", [[5, 2, 192], [7, 2, 192], [7, 2, 128], [3], [3]], {"scale": 0.1}, {"cu_q": [0, 2, 5], "cu_k": [0, 4, 7]},
+    ),
+    "kv_quantize": ("kv_quantize", [[70, 576]], {"chunk": 64, "quantile": 0.999}, {}),
+    "kv_quantize_int8": ("kv_quantize", [[70, 576]], {"chunk": 64, "quantile": 0.999}, {}),
+    "moe_fp8_block": (
+        "moe_grouped_gemm", [[3, 256], [3, 2], [3, 2], [4, 512, 256], [4, 4, 2], [4, 256, 256], [4, 2, 2]], {"first_expert": 2},
+        {"indices": [2, 5, 3, 0, 4, 2]},
+    ),
+    "moe_w4a16_nvfp4": (
+        "moe_grouped_gemm", [[3, 256], [3, 2], [3, 2], [4, 512, 128], [4, 512, 16], [4], [4, 256, 128], [4, 256, 16], [4]],
+        {"first_expert": 2}, {"indices": [2, 5, 3, 0, 4, 2]},
+    ),
+}  # fmt: skip
+"""The same of those that are launched from the host, small, and the whole numbers that they are given."""
 DYNAMIC = {"logits", "x", "qkv", "positions", "slots", "cache"}
 """Inputs whose first dimension is the step's."""
 DTYPES = {"FLOAT": torch.float32, "BF16": BF16, "FP8": FP8, "INT32": torch.int32, "INT64": torch.int64}
 
 
 def plugin_of(name: str) -> trt.Plugin:
-    return next(each for each in import_module(f"plugins.{CASES[name][0]}.trt").PLUGINS if each.name == name)
+    folder = (CASES.get(name) or HOST[name])[0]
+    return next(each for each in import_module(f"plugins.{folder}.trt").PLUGINS if each.name == name)
 
 
 def kernel_of(name: str, **more: Any) -> trt.Kernel:
     plugin, (_, shapes, attributes) = plugin_of(name), CASES[name]
+    assert plugin.kernel is not None
     return plugin.kernel(trt.sizes(plugin, shapes), **attributes, **more)
 
 
@@ -58,8 +79,24 @@ def parameters(source: bytes, name: str) -> list[str]:
 
 def test_every_declared_plugin_is_tested() -> None:
     folders = (file.parent.name for file in sorted((ROOT / "plugins").glob("*/trt.py")))
-    declared = {each.name for folder in folders for each in import_module(f"plugins.{folder}.trt").PLUGINS}
-    assert declared == set(CASES)
+    declared = {each.name: each.kernel is None for folder in folders for each in import_module(f"plugins.{folder}.trt").PLUGINS}
+    assert declared == dict.fromkeys(CASES, False) | dict.fromkeys(HOST, True)
+
+
+@pytest.mark.parametrize("name", [*CASES, *HOST])
+def test_sizes_of_the_case_have_a_kernel_and_odd_ones_have_not(name: str) -> None:
+    plugin, (_, shapes, attributes) = plugin_of(name), (CASES.get(name) or HOST[name])[:3]
+    assert plugin.refusal(trt.sizes(plugin, shapes), **attributes) == ""
+    odd = [[size + 3 for size in shape] for shape in shapes]
+    assert "not" in plugin.refusal(trt.sizes(plugin, odd), **attributes)
+
+
+@pytest.mark.parametrize(("name", "sm", "why"), [
+    ("topk_router", 80, ""), ("topk_router", 75, "the kernel needs SM80 or newer, not SM75"), ("router_gemm", 120, ""),
+    ("mla_decode", 90, ""), ("mla_decode", 100, "the kernel is for SM90 alone, not SM100"),
+])  # fmt: skip
+def test_which_chips_have_a_kernel(name: str, sm: int, why: str) -> None:
+    assert trt.uncovered(plugin_of(name), sm) == why
 
 
 def test_tensorrt_gets_inputs_then_numbers_then_outputs() -> None:
@@ -181,12 +218,19 @@ def taken_through(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[st
         }
         for name, (module, shapes, attributes) in CASES.items()
     ]  # fmt: skip
+    cases += [
+        {
+            "module": f"plugins.{module}.trt", "plugin": name, "shapes": shapes, "attributes": attributes,
+            "values": [values.get(each) for each in plugin_of(name).inputs],
+        }
+        for name, (module, shapes, attributes, values) in HOST.items()
+    ]  # fmt: skip
     command = [sys.executable, "-P", str(DRIVER), json.dumps(cases), *([] if has_nvrtc() else ["uncompiled"])]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"LD_LIBRARY_PATH": folder, "PYTHONPATH": paths}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip([*CASES, *HOST], json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -203,3 +247,23 @@ def test_tensorrt_takes_the_declaration(name: str, taken_through: dict[str, dict
     grid = {f"grid_{axis}": size for axis, size in zip("xyz", kernel.grid, strict=True)}
     assert found["launch"] == {**grid, "block_x": kernel.threads, "block_y": 1, "block_z": 1, "shared_mem": kernel.shared}
     assert found["numbers"] == list(kernel.numbers.values())
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_tensorrt_takes_the_class(name: str, taken_through: dict[str, dict[str, Any]]) -> None:
+    """Made by its creator, serialised, made again from that, and enqueued on the CPU: the op's results where they belong."""
+    plugin, found, (_, shapes, attributes, _) = plugin_of(name), taken_through[name], HOST[name]
+    assert found["shapes"] == [list(shape) for shape in plugin.shapes(trt.sizes(plugin, shapes), **attributes)]
+    assert found["types"] == list(plugin.outputs.values()) and found["attributes"] == attributes
+    assert all(found["supported"]) and found["shape_inputs"] == []
+    assert all(found["equal"]) and all(value > 0 for value in found["largest"])
+
+
+def test_the_digest_of_a_class_is_that_of_its_folder(tmp_path: Path) -> None:
+    from plugins.trt_class import folder_digest
+
+    (tmp_path / "kernel.cu").write_text("a")
+    known = folder_digest(tmp_path, {"scale": 1.0})
+    assert folder_digest(tmp_path, {"scale": 1.0}) == known != folder_digest(tmp_path, {"scale": 2.0})
+    (tmp_path / "kernel.cu").write_text("b")
+    assert folder_digest(tmp_path, {"scale": 1.0}) != known

@@ -44,13 +44,13 @@ trt = importlib.import_module(sys.argv[1])
 def line(item):
     text = (getattr(item, "__doc__", "") or "").strip().splitlines()
     return re.sub(r"tensorrt(_rtx)?_bindings\.tensorrt(_rtx)?\.", "", text[0]) if text and "(" in text[0] else ""
-print(json.dumps({name: {member: line(getattr(value, member)) for member in dir(value)}
-                  for name, value in vars(trt).items() if inspect.isclass(value)}))
+print(json.dumps({name: {member: line(getattr(value, member)) for member in (dir(value) if inspect.isclass(value) else ())}
+                  for name, value in vars(trt).items() if callable(value)}))
 """
 
 
 def api(module: str, **env: str) -> dict[str, dict[str, str]]:
-    """Class -> member -> the line of its signature."""
+    """Class -> member -> the line of its signature; functions have no members."""
     done = subprocess.run([sys.executable, "-c", DUMP, module], env=os.environ | env, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 

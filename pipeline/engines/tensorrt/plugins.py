@@ -81,12 +81,10 @@ class Plugins:
         return "" if compiler() else "NVRTC, which compiles plugins, was not found: install nvidia-cuda-nvrtc"
 
     def _refusal(self, name: str, shapes: Sequence[Sequence[int]], attributes: Mapping[str, Any]) -> str:
-        from plugins.trt import sizes
+        from plugins.trt import sizes, uncovered
 
         plugin = declared()[name]
-        if self.sm < plugin.least_sm:
-            return f"the kernel needs SM{plugin.least_sm} or newer, not SM{self.sm}"
-        return plugin.refusal(sizes(plugin, shapes), **attributes)
+        return uncovered(plugin, self.sm) or plugin.refusal(sizes(plugin, shapes), **attributes)
 
     def _layer(self, net: Definition, plugin: Plugin, attributes: Mapping[str, Any], digest: str, *inputs: Tensor) -> list[Tensor]:
         from plugins.trt import call
