@@ -20,10 +20,12 @@ from pipeline.engines.tensorrt.graph import Graph  # noqa: E402
 from pipeline.engines.tensorrt.interpreter import Interpreter, run_ranks  # noqa: E402
 from pipeline.engines.tensorrt.library import load  # noqa: E402
 from pipeline.engines.tensorrt.network.decoder import define  # noqa: E402
+from pipeline.engines.tensorrt.network.linear import NATIVE  # noqa: E402
 from pipeline.engines.tensorrt.network.spec import Spec  # noqa: E402
 from pipeline.engines.tensorrt.reference import reference  # noqa: E402
 from pipeline.engines.tensorrt.session import Session  # noqa: E402
-from pipeline.engines.tensorrt.weights import Weights  # noqa: E402
+from pipeline.engines.tensorrt.weights import Weights, cut  # noqa: E402
+from pipeline.formats import FORMATS  # noqa: E402
 from tests._utils import random_checkpoint  # noqa: E402
 from tests._utils.run_stage import convert, recipe  # noqa: E402
 
@@ -141,6 +143,44 @@ def test_ranks_together_equal_one(tmp_path, ids, expected, parallel, ranks, moe)
     assert np.abs(logits - wanted[:, :, :20]).max() < EXACT
     logits, _ = group.step("absorbed", own[..., 20:21], start(20, *own.shape[:2]))
     assert np.abs(logits - wanted[:, :, 20:21]).max() < EXACT
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_part_of_a_quantised_weight_is_that_part_of_its_values(name, axis) -> None:
+    """As tensor parallelism splits heads; where a block would be split there is no part."""
+    what, values = FORMATS[name], np.random.default_rng(2).standard_normal((512, 256)).astype(np.float32)
+    stored = what.quantize(values, amax=5.0, input_scale=1.0)
+    half = cut(stored, values.shape, axis, values.shape[axis] // 2, values.shape[axis])
+    assert half is not None
+    wanted = np.split(what.dequantize(stored), 2, axis)[1]
+    assert np.array_equal(what.dequantize(half), wanted)
+    splits = {"fp8_block": 64, "nvfp4": 8, "w4a16_nvfp4": 8, "int4_awq": 64 if axis else 1}
+    if name in splits and (axis == 1 or name in ("fp8_block", "int4_awq")):
+        assert cut(stored, values.shape, axis, splits[name], 2 * splits[name]) is None
+
+
+def test_heads_in_nvfp4_stay_so_on_every_rank(tmp_path) -> None:
+    """Whose ranks together give the logits of one."""
+    small = random_checkpoint.write(tmp_path / "checkpoint", {"num_hidden_layers": 2})
+    checkpoint = Checkpoint.open(convert(small, tmp_path / "nvfp4", recipe("nvfp4")))
+    (tmp_path / "scratch").mkdir()
+    shapes = {"max_batch": 1, "max_tokens": 8, "max_seq_len": 16, "dtype": "float32", "last_layer": 2, "arch": checkpoint.arch}
+    whole = Spec(form="expanded", **shapes)
+    parts = [Spec(form="expanded", rank=rank, ranks=2, parallel="tp", **shapes) for rank in range(2)]
+    tokens = np.random.default_rng(5).integers(3, 1024, (1, 8))
+
+    def logits(specs: list[Spec]) -> Any:
+        nets = [Graph(TRT) for _ in specs]
+        for net, what in zip(nets, specs, strict=True):
+            weights = Weights(checkpoint, tmp_path / "scratch", what.dtype)
+            define(net, what, weights)
+            assert not weights.dequantized
+        run = {str(number): Interpreter(net) for number, net in enumerate(nets)}
+        one = Session(dict(zip(run, specs, strict=True)), lambda names, feeds: run_ranks([run[name] for name in names], feeds), 1)
+        return one.step("expanded", np.stack([tokens] * len(specs)), start(0, len(specs), 1))[0]
+
+    assert np.abs(logits(parts) - logits([whole])).max() < 1e-5
 
 
 def test_ranks_that_come_to_different_collectives_are_told_apart(tmp_path) -> None:

@@ -21,7 +21,7 @@ from pipeline.engines.tensorrt.network.payload import LARGEST
 from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.formats.numerics import BF16, Array, Float32
 
-__all__ = ["Weights", "travel_scale"]
+__all__ = ["Weights", "cut", "travel_scale"]
 
 
 class Weights:
@@ -49,19 +49,11 @@ class Weights:
 
     def heads(self, module: str, head_dim: int, spec: Spec) -> Stored:
         """The rows of this rank's heads."""
-        entry = self._entries[f"{module}.weight"]
-        if spec.heads == spec.arch.num_attention_heads:
-            return self._counted(self._native(entry))
-        rows = slice(spec.rank * spec.heads * head_dim, (spec.rank + 1) * spec.heads * head_dim)
-        return self._counted(self._plain(entry, entry.dequantized()[rows]))
+        return self._counted(self._part(self._entries[f"{module}.weight"], 0, spec.heads * head_dim, spec))
 
     def columns(self, module: str, spec: Spec) -> Stored:
         """Of the output projection, the columns of this rank's heads."""
-        entry = self._entries[f"{module}.weight"]
-        if spec.heads == spec.arch.num_attention_heads:
-            return self._counted(self._native(entry))
-        width = spec.heads * spec.arch.v_head_dim
-        return self._counted(self._plain(entry, entry.dequantized()[:, spec.rank * width : (spec.rank + 1) * width]))
+        return self._counted(self._part(self._entries[f"{module}.weight"], 1, spec.heads * spec.arch.v_head_dim, spec))
 
     def dequantized_heads(self, module: str, head_dim: int, spec: Spec) -> Named:
         """kv_b_proj [heads of this rank, head_dim, L] in BF16: both of its factors are folded into attention."""
@@ -90,9 +82,26 @@ class Weights:
 
     def _native(self, entry: Entry) -> Stored:
         """As it is stored where the engine can hold that, else in BF16."""
+        return self._as_stored(entry) or self._plain(entry, entry.dequantized())
+
+    def _part(self, entry: Entry, axis: int, size: int, spec: Spec) -> Stored:
+        """This rank's `size` rows (axis 0) or columns: as they are stored where blocks end there, too, else in BF16."""
+        if size == entry.shape[axis]:
+            return self._native(entry)
+        start, stop = spec.rank * size, (spec.rank + 1) * size
+        if stored := self._as_stored(entry):
+            leaves = cut(stored.tensors, entry.shape, axis, start, stop)
+            if leaves is not None:
+                shape = (size, entry.shape[1]) if axis == 0 else (entry.shape[0], size)
+                return Stored(stored.name, stored.format, leaves, shape)
+        values = entry.dequantized()
+        return self._plain(entry, values[start:stop] if axis == 0 else values[:, start:stop])
+
+    def _as_stored(self, entry: Entry) -> Stored | None:
+        """None where the engine cannot hold that."""
         name, tensors = entry.format.name, entry.load()
         if name not in NATIVE or not _fits(name, tensors, entry.shape):
-            return self._plain(entry, entry.dequantized())
+            return None
         if name == "int4_awq":
             tensors = tensors | {"weight": repack_int4(tensors["weight"])}
         return Stored(entry.place.module, name, tensors, entry.shape)
@@ -126,6 +135,22 @@ class Weights:
         for target, part in zip(typed, parts, strict=True) if self._values else ():
             target[...] = part
         return typed
+
+
+def cut(tensors: Mapping[str, Array], shape: Sequence[int], axis: int, start: int, stop: int) -> dict[str, Array] | None:
+    """The tensors of a quantised weight [N, K] for its rows (axis 0) or columns start:stop; None where those split a block."""
+    found = {}
+    for leaf, value in tensors.items():
+        along = {0: None, 1: 1 if leaf == "pre_quant_scale" else 0}.get(value.ndim, axis)
+        if along != axis:  # one for the whole weight, or for its other axis
+            found[leaf] = value
+            continue
+        block, rest = divmod(shape[axis], value.shape[axis if value.ndim == 2 else 0])
+        if rest or start % block or stop % block:
+            return None
+        place = slice(start // block, stop // block)
+        found[leaf] = value[:, place] if value.ndim == 2 and axis == 1 else value[place]
+    return found
 
 
 def _fits(name: str, tensors: dict[str, Array], shape: tuple[int, ...]) -> bool:
