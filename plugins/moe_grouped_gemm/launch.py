@@ -14,7 +14,7 @@ from torch import Tensor
 from plugins.nvrtc import Source, aligned, processors, tensor_map
 from plugins.quantize.reference import FP8, FP8_GROUP
 
-__all__ = ["Route", "experts", "finalize", "gather", "has_kernel", "permute", "product"]
+__all__ = ["Route", "experts", "finalize", "gather", "has_kernel", "permute", "places", "product", "rows"]
 
 KERNEL = Source(Path(__file__).with_name("kernel.cu"), specific=True)
 ROUTE = Source(Path(__file__).with_name("route.cu"))
@@ -63,9 +63,8 @@ def experts(
     with torch.cuda.device(x.device):
         route = permute(indices, len(gate_up[0]), first, MOST_ROWS[nvfp4], ALIGN[nvfp4], overlap)
         slots = len(route.pairs)
-        rows = gather(x, route, indices.shape[1], nvfp4)
-        inner = _rows(x, slots, width, nvfp4)
-        product(gate_up, rows, route, inner)
+        gathered, inner = gather(x, route, indices.shape[1], nvfp4), rows(x, slots, width, nvfp4)
+        product(gate_up, gathered, route, inner)
         outer = x.new_empty((slots, x.shape[1])), None
         product(down, inner, route, outer)
         finalize(outer[0], weights, route, out)
@@ -85,42 +84,48 @@ def permute(indices: Tensor, experts: int, first: int, most: int, align: int = 1
 
 def gather(x: Tensor, route: Route, top_k: int, nvfp4: bool) -> Rows:
     """The rows of the pairs' tokens: E4M3 [slots, H] and scales F32 [H/128, slots], or BF16 [slots, H] in the kernel's order."""
-    rows, scales = _rows(x, len(route.pairs), x.shape[1], nvfp4)
+    out, scales = rows(x, len(route.pairs), x.shape[1], nvfp4)
     module, grid = ROUTE.module(HIDDEN=x.shape[1], TOP_K=top_k), (len(route.pairs), 1, 1)
     if scales is None:
-        module.launch("moe_gather_bf16", grid, GATHER_THREADS, x, route.pairs, rows, overlap=True)
+        module.launch("moe_gather_bf16", grid, GATHER_THREADS, x, route.pairs, out, overlap=True)
     else:
-        arguments = x, route.pairs, rows, scales, scales.shape[1]
+        arguments = x, route.pairs, out, scales, scales.shape[1]
         module.launch("moe_gather_fp8", grid, GATHER_THREADS, *arguments, overlap=True)
-    return rows, scales
+    return out, scales
 
 
-def product(weights: Weights, rows: Rows, route: Route, out: Rows, overlap: bool = True) -> None:
+def product(weights: Weights, values: Rows, route: Route, out: Rows, overlap: bool = True) -> None:
     """Rows times their experts' weights: down's into `out` BF16 [slots, H], gate's and up's as what the next product takes.
 
     `overlap`: weights are loaded while the kernel before on the stream still runs; what that one waited for includes `route`.
     """
-    (codes, scales, *rest), (values, value_scales), (result, result_scales) = weights, rows, out
-    columns, swiglu = values.shape[1], codes.shape[1] != result.shape[1]
-    moved = tensor_map(codes.flatten(0, 1), HALF, 128, True), tensor_map(values, BOX, 128 // values.element_size(), True)
-    third = tensor_map(scales.flatten(0, 1), HALF, 16) if value_scales is None else tensor_map(value_scales, 1, 128)
-    nvfp4 = value_scales is None
+    (codes, scales, *rest), (given, given_scales), (result, result_scales) = weights, values, out
+    columns, swiglu = given.shape[1], codes.shape[1] != result.shape[1]
+    moved = tensor_map(codes.flatten(0, 1), HALF, 128, True), tensor_map(given, BOX, 128 // given.element_size(), True)
+    third = tensor_map(scales.flatten(0, 1), HALF, 16) if given_scales is None else tensor_map(given_scales, 1, 128)
+    nvfp4 = given_scales is None
     module = KERNEL.module(NVFP4=int(nvfp4), SWIGLU=int(swiglu), COLUMNS=columns, ROWS=result.shape[1])
     written = result, (result if result_scales is None else result_scales), 0 if result_scales is None else result_scales.shape[1]
     arguments = *moved, third, (rest[0] if nvfp4 else scales), route.work, *written
-    grid = processors(result.device), 1, 1
+    grid = processors(result.device) // 2 * 2, 1, 1
     module.launch("moe_product", grid, PRODUCT_THREADS, *arguments, overlap=overlap, shared=SHARED[nvfp4])
 
 
-def finalize(rows: Tensor, weights: Tensor, route: Route, out: Tensor) -> None:
-    """rows BF16 [slots, H], weights F32 [T, K] -> out BF16 [T, H], in float32 in order of K: the same bits each time."""
+def finalize(outer: Tensor, weights: Tensor, route: Route, out: Tensor) -> None:
+    """outer BF16 [slots, H], weights F32 [T, K] -> out BF16 [T, H], in float32 in order of K: the same bits each time."""
     tokens, hidden = out.shape
     module = ROUTE.module(HIDDEN=hidden, TOP_K=weights.shape[1])
     grid = tokens, -(-hidden // (8 * GATHER_THREADS)), 1
-    module.launch("moe_finalize", grid, GATHER_THREADS, rows, weights, route.slots, out, overlap=True)
+    module.launch("moe_finalize", grid, GATHER_THREADS, outer, weights, route.slots, out, overlap=True)
 
 
-def _rows(like: Tensor, count: int, columns: int, nvfp4: bool) -> Rows:
+def places(columns: int) -> Tensor:
+    """Where the NVFP4 kernel has each column of activations."""
+    k = torch.arange(columns)
+    return k // 256 * 256 + k // 8 % 8 * 32 + k % 4 * 8 + k // 64 % 4 * 2 + k // 4 % 2
+
+
+def rows(like: Tensor, count: int, columns: int, nvfp4: bool) -> Rows:
     """Space for activations and, for FP8, their scales, a column a row, padded to 16 bytes."""
     if nvfp4:
         return like.new_empty((count, columns)), None

@@ -106,6 +106,41 @@ def test_a_bad_value_spoils_its_own_token(form: str, bad: float, device: str) ->
     check(found[others], wanted[others])
 
 
+PLAIN = {"fp8": plain.fp8_block, "nvfp4": plain.nvfp4}
+
+
+@pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
+@pytest.mark.parametrize(("tokens", "hidden", "width"), [(9, 512, 256), (150, 1280, 768), (700, 768, 512), (64, 7168, 2048)])
+@pytest.mark.parametrize("form", FORMS)
+def test_tiles_of_every_size_vs_reference(form: str, tokens: int, hidden: int, width: int) -> None:
+    call, _, make, _ = FORMS[form]
+    hidden, width = (hidden + 128, width + 128) if form == "fp8" and tokens == 150 else (hidden, width)  # an odd number of tiles
+    inputs = [torch.randn(tokens, hidden).bfloat16(), *routes(tokens, 2, 3), *make(3, width, hidden)]
+    inputs[1][: tokens // 3] = 1  # experts with very different numbers of rows
+    inputs = [tensor.cuda() for tensor in inputs]
+    torch.full((64 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)  # what the next allocations find
+    check(call(*inputs, 0), PLAIN[form](*inputs, 0).double())
+
+
+@pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_captured_step_takes_new_routes(form: str) -> None:
+    call, _, make, _ = FORMS[form]
+    matrices = [tensor.cuda() for tensor in make(6, 256, 512)]
+    steps = [(torch.randn(33, 512).bfloat16().cuda(), *(part.cuda() for part in routes(33, 4, 12))) for _ in range(3)]
+    given = [tensor.clone() for tensor in steps[0]]
+    call(*given, *matrices, 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(*given, *matrices, 3)
+    for step in steps:
+        for place, tensor in zip(given, step, strict=True):
+            place.copy_(tensor)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, call(*step, *matrices, 3))  # the same bits, whatever order the pairs came in
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_permutation_groups_pairs_by_expert(device: str) -> None:
     for tokens, chosen, here, everywhere, first in (*CASES.values(), (257, 8, 32, 256, 64)):
