@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ def runtime() -> Any:
     spec = importlib.util.spec_from_file_location("tensorrt_runtime", ROOT / "triton_repo" / "tensorrt" / "1" / "runtime.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -87,8 +89,10 @@ def test_ranks_together_give_the_tokens_of_one(tmp_path, small, words) -> None:
     adp = engine.info["parallel"] == "adp"
     assert engine.info["max_batch_size"] == (6 if adp else 3)
     serve(engine, ((1, 2), (11, 2), (9, 3), (5, 1)), checkpoint=small)
-    mine, theirs = (set(runner.steps) for runner in engine._ranks.runners)
+    mine, theirs = (runner.steps for runner in engine._ranks.runners)
     assert mine == theirs and ("absorbed", (3, 1)) in mine
+    prefills = [shape for form, shape in mine if form == "expanded"]
+    assert len(prefills) == (3 if adp else 4)  # 1 and 8 of 11; 3 more and 8 of 9; 1 more and 5: of two ranks side by side
 
 
 def test_drafts_change_how_many_steps_there_are_and_no_token(tmp_path) -> None:

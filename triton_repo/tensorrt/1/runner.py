@@ -50,22 +50,21 @@ class Runner:
         results: tuple[Tensor, ...] = getattr(self, step.kind)(**step.arguments)
         return results
 
-    def chunk(self, tokens: Tensor, start: int, row: int) -> tuple[Tensor]:
-        """Tokens [1, S] of one row, at positions from `start` on -> logits [1, V] of the last."""
+    def chunk(self, tokens: Tensor, count: int, start: int, row: int) -> tuple[Tensor]:
+        """Tokens [1, S] of one row, at positions from `start` on, of which `count` are real -> logits [1, V] of the last of those.
+        What padding writes into the cache is written again before it can be seen."""
         tokens, rows = tokens.to(self.device), slice(row, row + 1)
-        logits, states = self.compute(*self._chunk(tokens, rows, start))
+        form = "expanded" if tokens.shape[1] >= self.info["expanded_from"] else "absorbed"
+        last = self._int32(count - 1)
+        logits, states = self.compute(form, rows, tokens, self._int32(start), last)
         if states is not None:
-            carried = torch.cat([self._carry[rows, :1], states[:, :-1]], 1)
-            first = 0 if start else 1  # the first token of a prompt has no state before it
-            if tokens.shape[1] > first:
-                self.compute(*self._chunk(tokens[:, first:], rows, start - 1 + first), carried[:, first:])
-            self._carry[rows, 0] = states[:, -1]
+            if start:
+                hidden = torch.cat([self._carry[rows, :1], states[:, :-1]], 1)
+            else:  # the first token of a prompt has no state before it; the one after the last is not known yet
+                hidden, tokens = states, torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
+            self.compute(form, rows, tokens, self._int32(max(start - 1, 0)), last, hidden)
+            self._carry[rows, 0] = states[:, count - 1]
         return (logits,)
-
-    def _chunk(self, tokens: Tensor, rows: slice, start: int) -> tuple[str, slice, Tensor, Tensor, Tensor]:
-        count = tokens.shape[1]
-        form = "expanded" if count >= self.info["expanded_from"] else "absorbed"
-        return form, rows, tokens, self._int32(start), self._int32(count - 1)
 
     def decode(self, tokens: Tensor, starts: Tensor) -> tuple[Tensor]:
         """A token [B, 1] of every row, at its position [B] -> logits [B, V]."""

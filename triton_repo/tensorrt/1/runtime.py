@@ -6,7 +6,7 @@ under tensor parallelism all ranks have the same rows. All ranks take every step
 without a chunk of its own computes one for its scratch row.
 
 A decode step always runs all rows, so that it is one CUDA graph; rows that do not decode write where their next tokens will be
-written anyway. A prefill step runs one row, bound at its place in the cache.
+written anyway. A prefill step runs one row of each rank, bound at its place in the cache.
 
     runtime.py           what the scheduler sees: rows, limits, drafts
     runner.py            one step of one rank, over whatever computes a network
@@ -19,6 +19,7 @@ Shape legend: B rows of a rank, T tokens a row, V vocabulary.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,22 @@ class Ranks(Protocol):
         """One step of each rank, together -> the results of each; see `runner.Runner`."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Tokens [S] of one row, at positions from `start` on."""
+
+    tokens: Tensor
+    start: int
+    owner: int
+    row: int
+
+    def step(self, length: int) -> Step:
+        """Padded on the right."""
+        padded = torch.zeros(1, length, dtype=torch.int32)
+        padded[0, : len(self.tokens)] = self.tokens
+        return Step("chunk", {"tokens": padded, "count": len(self.tokens), "start": self.start, "row": self.row})
+
+
 class CompiledEngine:
     """The engines, and how far each row of the cache is filled. Page 0 is no row."""
 
@@ -46,6 +63,7 @@ class CompiledEngine:
         rows = self._owners * self._rows
         self.info = info | {
             "page_size": info["max_seq_len"], "max_batch_size": rows, "num_pages": rows + 1, "drafts": bool(info["mtp"]),
+            "prefill_rows": self._owners,
         }  # fmt: skip
         self._ranks = ranks
         self._filled = torch.zeros(self._owners, self._rows, dtype=torch.int32)
@@ -70,7 +88,7 @@ class CompiledEngine:
         self._check(tokens, positions, pages)
         if tokens.shape[1] == 1 and not self.info["drafts"]:
             return self._decode(tokens[:, 0], positions[:, 0], pages[:, 0])
-        return torch.cat([self._prefill(*each) for each in zip(tokens, positions, pages[:, 0].tolist(), strict=True)])
+        return self._prefill([self._chunk(*each) for each in zip(tokens, positions, pages[:, 0].tolist(), strict=True)])
 
     def speculate(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Decode with the MTP layer: tokens [B, 1] at positions [B, 1] -> the drafts [B] of what follows them, and logits
@@ -118,17 +136,34 @@ class CompiledEngine:
         )
         return torch.stack([results[rank][0][row] for rank, row in places])
 
-    def _prefill(self, tokens: Tensor, positions: Tensor, page: int) -> Tensor:
-        """A chunk of one row -> logits [1, V]."""
+    def _chunk(self, tokens: Tensor, positions: Tensor, page: int) -> _Chunk:
         real = positions >= 0
-        tokens, start = tokens[real].to(torch.int32)[None], int(positions[real][0])
-        owner, row = self._place(page)
-        steps = [Step("chunk", {"tokens": torch.zeros_like(tokens), "start": start, "row": self._rows})] * self._owners
-        steps[owner] = Step("chunk", {"tokens": tokens, "start": start, "row": row})
-        results = self._together(steps)
-        self._filled[owner, row] = start + tokens.shape[1]
         self._verified.pop(page, None)
-        return results[owner][0]
+        return _Chunk(tokens[real].to(torch.int32), int(positions[real][0]), *self._place(page))
+
+    def _prefill(self, chunks: list[_Chunk]) -> Tensor:
+        """Logits [B, V]: chunks of different ranks side by side, those of one rank one after the other."""
+        found: dict[int, Tensor] = {}
+        while len(found) < len(chunks):
+            group = self._side_by_side({number: chunk for number, chunk in enumerate(chunks) if number not in found})
+            length = max(len(chunk.tokens) for chunk in group.values())
+            idle = _Chunk(torch.zeros(1, dtype=torch.int32), 0, 0, self._rows)
+            of_ranks = {chunk.owner: chunk for chunk in group.values()}
+            results = self._together([of_ranks.get(rank, idle).step(length) for rank in range(self._owners)])
+            for number, chunk in group.items():
+                found[number] = results[chunk.owner][0]
+                self._filled[chunk.owner, chunk.row] = chunk.start + len(chunk.tokens)
+        return torch.cat([found[number] for number in range(len(chunks))])
+
+    def _side_by_side(self, waiting: dict[int, _Chunk]) -> dict[int, _Chunk]:
+        """Those of different ranks; padded to the longest of them, each must still fit into its row of the cache."""
+        chosen: dict[int, _Chunk] = {}
+        for number, chunk in waiting.items():
+            group = [*chosen.values(), chunk]
+            end = max(each.start for each in group) + max(len(each.tokens) for each in group)
+            if len({each.owner for each in group}) == len(group) and (not chosen or end <= self.info["max_seq_len"]):
+                chosen[number] = chunk
+        return chosen
 
     def _check(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> None:
         """Refuse what the engines would read or write out of bounds."""

@@ -3,7 +3,7 @@
 One thread owns the engine. Each of its iterations
 
   1. drops what was cancelled, then admits waiting requests in order of arrival while a slot and enough pages are free;
-  2. prefills one chunk of the oldest prompt that is not finished;
+  2. prefills one chunk of the oldest prompt that is not finished, or of as many as the engine has ranks to do it side by side;
   3. decodes one token for every sequence whose prompt is finished.
 
 So a long prompt delays the others by one chunk at a time, and a decoding sequence never waits for a whole prompt.
@@ -81,12 +81,15 @@ class Limits:
     num_pages: int
     prefill_chunk: int
     max_queue: int
+    prefill_rows: int = 1
+    """Prompts of one prefill step."""
 
     @classmethod
     def of(cls, info: dict[str, Any], max_queue: int) -> Limits:
         """Limits of the engine that `info` (engine.json) describes."""
         names = ("max_batch_size", "max_seq_len", "page_size", "num_pages", "prefill_chunk")
-        return cls(**{name: int(info[name]) for name in names}, max_queue=max_queue)
+        rows = int(info.get("prefill_rows", 1))
+        return cls(**{name: int(info[name]) for name in names}, max_queue=max_queue, prefill_rows=rows)
 
     def pages_for(self, request: Request) -> int:
         """Pages that hold prompt and output of `request`."""
@@ -212,12 +215,12 @@ class Scheduler:
                 self._close(f"the engine failed ({type(error).__name__}: {error}); restart the server")
 
     def iterate(self) -> None:
-        """One round: cancel, admit, one prefill chunk, one decode step."""
+        """One round: cancel, admit, one prefill step, one decode step."""
         self._drop_cancelled()
         self._admit()
         decoding = [sequence for sequence in self._active if sequence.last >= 0]
-        if prefilling := next((sequence for sequence in self._active if sequence.last < 0), None):
-            self._prefill(prefilling)
+        if prefilling := [sequence for sequence in self._active if sequence.last < 0]:
+            self._prefill(prefilling[: self.limits.prefill_rows])
         if decoding:
             self._decode(decoding)
 
@@ -240,13 +243,14 @@ class Scheduler:
                 pages = [self._free_pages.pop() for _ in range(need)]
                 self._active.append(_Sequence(self._waiting.popleft(), pages))
 
-    def _prefill(self, sequence: _Sequence) -> None:
-        prompt, start = sequence.request.prompt, sequence.done
-        end = min(start + self.limits.prefill_chunk, len(prompt))
-        logits = self._step([sequence], [prompt[start:end]])
-        sequence.done = end
-        if end == len(prompt):
-            self._accept([sequence], logits)
+    def _prefill(self, sequences: list[_Sequence]) -> None:
+        chunks = [each.request.prompt[each.done :][: self.limits.prefill_chunk] for each in sequences]
+        logits = self._step(sequences, chunks)
+        for sequence, chunk in zip(sequences, chunks, strict=True):
+            sequence.done += len(chunk)
+        ended = [row for row, sequence in enumerate(sequences) if sequence.done == len(sequence.request.prompt)]
+        if ended:
+            self._accept([sequences[row] for row in ended], logits[ended])
 
     def _decode(self, sequences: list[_Sequence]) -> None:
         tokens = [[sequence.last] for sequence in sequences]
@@ -278,12 +282,15 @@ class Scheduler:
         return self.engine.step(*self._inputs(sequences, tokens))
 
     def _inputs(self, sequences: list[_Sequence], tokens: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of equal length; the page table is as wide as the longest of them needs now."""
-        length = len(tokens[0])
-        width = max(-(-(sequence.done + length) // self.limits.page_size) for sequence in sequences)
-        positions = [range(sequence.done, sequence.done + length) for sequence in sequences]
+        """Tokens and positions, padded on the left (position -1); the page table is as wide as the longest row needs now."""
+        length, pairs = max(map(len, tokens)), list(zip(sequences, tokens, strict=True))
+        width = max(-(-(sequence.done + len(row)) // self.limits.page_size) for sequence, row in pairs)
+        padded = [[0] * (length - len(row)) + row for row in tokens]
+        positions = [
+            [-1] * (length - len(row)) + list(range(sequence.done, sequence.done + len(row))) for sequence, row in pairs
+        ]
         pages = [(sequence.pages + [0] * width)[:width] for sequence in sequences]
-        return torch.tensor(tokens), torch.tensor([list(row) for row in positions]), torch.tensor(pages)
+        return torch.tensor(padded), torch.tensor(positions), torch.tensor(pages)
 
     def _accept(self, sequences: list[_Sequence], logits: Tensor) -> None:
         for sequence, token in zip(sequences, sample(logits, [s.request.sampling for s in sequences]), strict=True):
