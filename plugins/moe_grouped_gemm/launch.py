@@ -1,7 +1,4 @@
-"""The kernels in a row: permute, gather (and quantise), gate+up, down, each token's sum. Nothing is asked of the device.
-
-A form's weights are a tuple: codes and scales (FP8 block), or codes, scales and the experts' scales (NVFP4).
-"""
+"""The kernels in a row: permute, gather (and quantise), gate+up, down, each token's sum. Nothing is asked of the device."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plugins.moe_grouped_gemm.reference import Weights
 from plugins.nvrtc import Source, aligned, processors, tensor_map
 from plugins.quantize.reference import FP8, FP8_GROUP
 
@@ -29,7 +27,6 @@ SHARED = {False: 4 * (2 * 16384 + 16384 + 512) + 9 * 128 * 4 + 1152, True: 3 * (
 PERMUTE_THREADS, GATHER_THREADS, PRODUCT_THREADS = 1024, 256, 384
 HALF, BOX = 128, 8
 """Rows of weights, and of activations, that one copy takes."""
-Weights = tuple[Tensor, ...]
 Rows = tuple[Tensor, Tensor | None]
 """Activations, and the scales of FP8 ones."""
 
@@ -49,7 +46,7 @@ def has_kernel(x: Tensor, gate_up: Weights, top_k: int) -> bool:
     unit, hidden, width, nvfp4 = COLUMNS[len(gate_up) == 3], x.shape[1], gate_up[0].shape[1] // 2, len(gate_up) == 3
     sizes = hidden % unit == 0 and width % unit == 0 and 0 < len(gate_up[0]) <= PERMUTE_THREADS and 0 < top_k <= 32
     whole = all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in gate_up[: 2 if nvfp4 else 1])
-    return sizes and whole and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return x.is_cuda and sizes and whole and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def experts(

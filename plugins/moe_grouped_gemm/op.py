@@ -18,22 +18,23 @@ from torch import Tensor
 
 from pipeline.core.errors import ConfigError
 from plugins.moe_grouped_gemm import launch, plain
+from plugins.moe_grouped_gemm.reference import Weights
 from plugins.nvrtc import aligned
 from plugins.quantize.reference import FP8, FP8_GROUP, NVFP4_GROUP
 
 __all__ = ["moe_fp8_block", "moe_permute", "moe_w4a16_nvfp4"]
 
 
-@torch.library.custom_op("r1_pipeline::moe_permute", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("r1_pipeline::moe_permute", mutates_args=())
 def moe_permute(indices: Tensor, experts: int, first_expert: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """indices [T, K] -> offsets I32 [E + 1], pairs I32 [T * K] by expert (-1 after the last), slots I32 [T * K] (-1: not ours)"""
-    if not 0 < experts <= launch.PERMUTE_THREADS or not indices.numel():
+    if not indices.is_cuda or not 0 < experts <= launch.PERMUTE_THREADS or not indices.numel():
         return plain.permute(indices, experts, first_expert)
     with torch.cuda.device(indices.device):
         return launch.permute(indices.int(), experts, first_expert, launch.MOST_ROWS[False])[:3]
 
 
-@torch.library.custom_op("r1_pipeline::moe_fp8_block", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("r1_pipeline::moe_fp8_block", mutates_args=())
 def moe_fp8_block(
     x: Tensor,
     indices: Tensor,
@@ -48,12 +49,10 @@ def moe_fp8_block(
     _check_routes(x, indices, weights)
     _check_fp8(x, gate_up, gate_up_scale, down, down_scale)
     matrices = (gate_up, gate_up_scale), (down, down_scale)
-    if not launch.has_kernel(x, matrices[0], indices.shape[1]):
-        return plain.fp8_block(x, indices, weights, *matrices[0], *matrices[1], first_expert)
-    return _launched(x, indices, weights, matrices, first_expert)
+    return _experts(x, indices, weights, *matrices, first_expert)
 
 
-@torch.library.custom_op("r1_pipeline::moe_w4a16_nvfp4", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("r1_pipeline::moe_w4a16_nvfp4", mutates_args=())
 def moe_w4a16_nvfp4(
     x: Tensor,
     indices: Tensor,
@@ -70,17 +69,15 @@ def moe_w4a16_nvfp4(
     _check_routes(x, indices, weights)
     _check_nvfp4(x, gate_up, gate_up_scale, gate_up_scale_2, down, down_scale, down_scale_2)
     matrices = (gate_up, gate_up_scale, gate_up_scale_2), (down, down_scale, down_scale_2)
-    if not launch.has_kernel(x, matrices[0], indices.shape[1]):
-        return plain.nvfp4(x, indices, weights, *matrices[0], *matrices[1], first_expert)
-    return _launched(x, indices, weights, matrices, first_expert)
+    return _experts(x, indices, weights, *matrices, first_expert)
 
 
-def _launched(
-    x: Tensor, indices: Tensor, weights: Tensor, matrices: tuple[launch.Weights, launch.Weights], first_expert: int
-) -> Tensor:
+def _experts(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Weights, down: Weights, first_expert: int) -> Tensor:
+    if not launch.has_kernel(x, gate_up, indices.shape[1]):
+        return plain.experts(x, indices, weights, gate_up, down, first_expert)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if len(x):
-        launch.experts(aligned(x), indices.int(), aligned(weights), *matrices, out, first_expert)
+        launch.experts(aligned(x), indices.int(), aligned(weights), gate_up, down, out, first_expert)
     return out
 
 
@@ -98,27 +95,6 @@ def _(x: Tensor, *_: object) -> Tensor:
 @moe_w4a16_nvfp4.register_fake
 def _(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
-
-
-@moe_permute.register_kernel("cpu")
-def _(indices: Tensor, experts: int, first_expert: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    return plain.permute(indices, experts, first_expert)
-
-
-@moe_fp8_block.register_kernel("cpu")
-def _(x: Tensor, indices: Tensor, weights: Tensor, *rest: Tensor | int) -> Tensor:
-    *matrices, first_expert = rest if isinstance(rest[-1], int) else (*rest, 0)
-    _check_routes(x, indices, weights)
-    _check_fp8(x, *matrices)
-    return plain.fp8_block(x, indices, weights, *matrices, first_expert)
-
-
-@moe_w4a16_nvfp4.register_kernel("cpu")
-def _(x: Tensor, indices: Tensor, weights: Tensor, *rest: Tensor | int) -> Tensor:
-    *matrices, first_expert = rest if isinstance(rest[-1], int) else (*rest, 0)
-    _check_routes(x, indices, weights)
-    _check_nvfp4(x, *matrices)
-    return plain.nvfp4(x, indices, weights, *matrices, first_expert)
 
 
 def _check_routes(x: Tensor, indices: Tensor, weights: Tensor) -> None:

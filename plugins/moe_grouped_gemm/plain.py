@@ -7,17 +7,14 @@ be captured in a CUDA graph.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from plugins.moe_grouped_gemm.reference import fp8_weight, nvfp4_weight, through_fp8
+from plugins.moe_grouped_gemm.reference import Weights, rounded, weight_of
 
-__all__ = ["finalize", "fp8_block", "nvfp4", "permute"]
-
-Product = Callable[[int, Tensor], Tensor]
+__all__ = ["experts", "finalize", "permute"]
 
 
 def permute(indices: Tensor, experts: int, first_expert: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,54 +40,16 @@ def finalize(rows: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     return out.bfloat16()
 
 
-def fp8_block(
-    x: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    first_expert: int,
-) -> Tensor:
-    """As `reference.moe_fp8_block`, in BF16."""
-
-    def expert(number: int, rows: Tensor) -> Tensor:
-        gate, up = (through_fp8(rows).float() @ fp8_weight(gate_up[number], gate_up_scale[number]).float().t()).chunk(2, dim=1)
-        return through_fp8(silu(gate) * up).float() @ fp8_weight(down[number], down_scale[number]).float().t()
-
-    return _grouped(x, indices, weights, expert, len(gate_up), first_expert)
-
-
-def nvfp4(
-    x: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_scale_2: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    down_scale_2: Tensor,
-    first_expert: int,
-) -> Tensor:
-    """As `reference.moe_w4a16_nvfp4`, in BF16."""
-
-    def expert(number: int, rows: Tensor) -> Tensor:
-        first = nvfp4_weight(gate_up[number], gate_up_scale[number], gate_up_scale_2[number])
-        gate, up = (rows.float() @ first.float().t()).chunk(2, dim=1)
-        second = nvfp4_weight(down[number], down_scale[number], down_scale_2[number])
-        return (silu(gate) * up).bfloat16().float() @ second.float().t()
-
-    return _grouped(x, indices, weights, expert, len(gate_up), first_expert)
-
-
-def _grouped(x: Tensor, indices: Tensor, weights: Tensor, expert: Product, experts: int, first_expert: int) -> Tensor:
-    offsets, pairs, slots = permute(indices, experts, first_expert)
+def experts(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Weights, down: Weights, first_expert: int = 0) -> Tensor:
+    """As `reference.experts`, in BF16."""
+    nvfp4 = len(gate_up) == 3
+    offsets, pairs, slots = permute(indices, len(gate_up[0]), first_expert)
     ends = offsets.tolist()
     tokens = pairs[: ends[-1]].long() // max(1, indices.shape[1])
     rows = x.new_empty((len(tokens), x.shape[1]), dtype=torch.bfloat16)
     for number, (begin, end) in enumerate(itertools.pairwise(ends)):
         if begin < end:
-            rows[begin:end] = expert(number, x[tokens[begin:end]]).bfloat16()
+            given = rounded(x[tokens[begin:end]], nvfp4).float()
+            gate, up = (given @ weight_of(gate_up, number).float().t()).chunk(2, dim=1)
+            rows[begin:end] = rounded(silu(gate) * up, nvfp4).float() @ weight_of(down, number).float().t()
     return finalize(rows, weights, slots)

@@ -12,56 +12,38 @@ A NaN in a row of x makes that token NaN, and no other; so does infinity in FP8.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from plugins.quantize.reference import FP8_GROUP, NVFP4_GROUP, decode_e2m1, fp8_quantize
 
-__all__ = ["fp8_weight", "moe_fp8_block", "moe_w4a16_nvfp4", "nvfp4_weight", "through_fp8"]
+__all__ = ["Weights", "experts", "fp8_weight", "nvfp4_weight", "rounded", "through_fp8", "weight_of"]
+
+Weights = tuple[Tensor, ...]
+"""FP8: codes E4M3 [E, n, k], scales F32 [E, n/128, k/128]. NVFP4: codes U8 [E, n, k/2], scales E4M3 [E, n, k/16] and F32 [E]."""
 
 
-def moe_fp8_block(
-    x: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    first_expert: int = 0,
-) -> Tensor:
-    """x [T, H], indices and weights [T, K], gate_up [E, 2I, H], down [E, H, I], scales [E, rows/128, columns/128] -> F64 [T, H]"""
-
-    def expert(number: int, row: Tensor) -> Tensor:
-        gate, up = (through_fp8(row) @ fp8_weight(gate_up[number], gate_up_scale[number]).t()).chunk(2)
-        return through_fp8(torch.nn.functional.silu(gate) * up) @ fp8_weight(down[number], down_scale[number]).t()
-
-    return _mixture(x, indices, weights, expert, first_expert, len(gate_up))
+def experts(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Weights, down: Weights, first_expert: int = 0) -> Tensor:
+    """x [T, H], indices and weights [T, K], gate_up [E, 2I, H], down [E, H, I] -> F64 [T, H]"""
+    nvfp4, out = len(gate_up) == 3, torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, chosen in enumerate((indices - first_expert).tolist()):
+        for place, number in enumerate(chosen):
+            if 0 <= number < len(gate_up[0]):
+                gate, up = (rounded(x[token], nvfp4) @ weight_of(gate_up, number).t()).chunk(2)
+                inner = rounded(silu(gate) * up, nvfp4)
+                out[token] += weights[token, place].double() * (inner @ weight_of(down, number).t())
+    return out
 
 
-def moe_w4a16_nvfp4(
-    x: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_scale_2: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    down_scale_2: Tensor,
-    first_expert: int = 0,
-) -> Tensor:
-    """gate_up U8 [E, 2I, H/2], down U8 [E, H, I/2], scales E4M3 [E, rows, columns/16], scales_2 F32 [E] -> F64 [T, H]"""
+def weight_of(weights: Weights, expert: int) -> Tensor:
+    """One expert's matrix in float64."""
+    return (nvfp4_weight if len(weights) == 3 else fp8_weight)(*(part[expert] for part in weights))
 
-    def expert(number: int, row: Tensor) -> Tensor:
-        first = nvfp4_weight(gate_up[number], gate_up_scale[number], gate_up_scale_2[number])
-        gate, up = (row.double() @ first.t()).chunk(2)
-        inner = (torch.nn.functional.silu(gate) * up).bfloat16().double()
-        return inner @ nvfp4_weight(down[number], down_scale[number], down_scale_2[number]).t()
 
-    return _mixture(x, indices, weights, expert, first_expert, len(gate_up))
+def rounded(rows: Tensor, nvfp4: bool) -> Tensor:
+    """Activations as the products take them, in float64."""
+    return rows.bfloat16().double() if nvfp4 else through_fp8(rows)
 
 
 def through_fp8(rows: Tensor) -> Tensor:
@@ -79,14 +61,3 @@ def nvfp4_weight(codes: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
     """U8 [n, k/2] of E2M1, the even element in the low nibble, times E4M3 [n, k/16] times F32 [], in float64."""
     values = decode_e2m1(torch.stack((codes & 15, codes >> 4), dim=-1)).flatten(-2).double()
     return (values.unflatten(-1, (-1, NVFP4_GROUP)) * scales.double().unsqueeze(-1)).flatten(-2) * scale_2.double()
-
-
-def _mixture(
-    x: Tensor, indices: Tensor, weights: Tensor, expert: Callable[[int, Tensor], Tensor], first_expert: int, experts: int
-) -> Tensor:
-    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    for token, chosen in enumerate((indices - first_expert).tolist()):
-        for place, number in enumerate(chosen):
-            if 0 <= number < experts:
-                out[token] += weights[token, place].double() * expert(number, x[token])
-    return out
