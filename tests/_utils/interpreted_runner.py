@@ -68,6 +68,9 @@ class InterpretedRunner(Runner):
         for name, value in outputs.items():
             if name.startswith("present."):
                 self._caches[name.replace("present", "cache")][rows] = value
+        if "dropped" in outputs:
+            self.limited = True
+            self.dropped += torch.from_numpy(outputs["dropped"])
         return torch.from_numpy(outputs["logits"]), torch.from_numpy(outputs["states"]) if "states" in outputs else None
 
 

@@ -104,6 +104,14 @@ def test_drafts_change_how_many_steps_there_are_and_no_token(tmp_path) -> None:
     assert len(decodes) % 2 == 0 and stats.tokens == 24  # a drafted step runs the MTP layer and the model
 
 
+def test_tokens_that_miss_experts_are_told_in_the_log(tmp_path, small, capfd) -> None:
+    words = ("parallel.tp=2", "engine.tensorrt.exchange=all_to_all", "engine.tensorrt.exchange_share=0.25")
+    engine = engine_of(tmp_path, *words, checkpoint=small)
+    engine.step(torch.arange(5, 13)[None], torch.arange(8)[None], torch.tensor([[1]]))
+    counts = [int(line.split()[0]) for line in capfd.readouterr().err.splitlines() if "times a token has missed an expert" in line]
+    assert sorted(counts) == sorted(int(runner.dropped) for runner in engine._ranks.runners) and max(counts) > 3
+
+
 def test_a_row_that_draws_at_random_has_the_same_tokens_with_drafts(tmp_path, small) -> None:
     from sampler import Sampling
 

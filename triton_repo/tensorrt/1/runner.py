@@ -9,6 +9,7 @@ Shape legend: B rows, S tokens a row, L rows of logits asked for, V vocabulary, 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,10 @@ class Runner:
         self.rows: int = info["max_batch_size"]
         self.cache_rows = self.rows + int(info["ranks"] > 1)
         self.drafts = bool(info["mtp"])
+        self.dropped = torch.zeros(1, dtype=torch.int32, device=device)
+        """Tokens that missed experts for lack of room, since the start; `compute` adds to it."""
+        self._told = 0
+        self.limited = any("dropped" in engine.get("outputs", {}) for engine in info["engines"].values())
         if self.drafts:
             dtype = getattr(torch, info["dtype"])
             self._carry = torch.zeros(self.cache_rows, 2, info["hidden_size"], dtype=dtype, device=device)
@@ -48,7 +53,18 @@ class Runner:
     def run(self, step: Step) -> tuple[Tensor, ...]:
         """A step."""
         results: tuple[Tensor, ...] = getattr(self, step.kind)(**step.arguments)
+        if self.limited:
+            self._tell_dropped(int(self.dropped))
         return results
+
+    def _tell_dropped(self, count: int) -> None:
+        """In the log, each time that they have doubled."""
+        if count >= max(2 * self._told, 1):
+            self._told = count
+            print(
+                f"{count} times a token has missed an expert, for which it found no room: build with a higher "
+                "engine.tensorrt.moe_capacity or exchange_share.", file=sys.stderr, flush=True,
+            )  # fmt: skip
 
     def chunk(self, tokens: Tensor, count: int, start: int, row: int) -> tuple[Tensor]:
         """Tokens [1, S] of one row, at positions from `start` on, of which `count` are real -> logits [1, V] of the last of those.

@@ -32,9 +32,9 @@ class TensorrtRunner(Runner):
 
     def __init__(self, info: dict[str, Any], folder: Path, rank: int) -> None:
         check_machine(info)
+        self._trt, self._rank = _library(info), rank
         torch.cuda.set_device(rank)
         super().__init__(info, f"cuda:{rank}")
-        self._trt, self._rank = _library(info), rank
         self._logger = self._trt.Logger(self._trt.Logger.WARNING)
         self.runtime = self._trt.Runtime(self._logger)
         self.stream = torch.cuda.Stream()
@@ -98,6 +98,8 @@ class TensorrtRunner(Runner):
         for network in self._networks[form, hidden is not None]:
             outputs = network.enqueue(feeds, self.stream)
             feeds["hidden"] = outputs.get("states", feeds.get("hidden"))
+            if "dropped" in outputs:
+                self.dropped += outputs["dropped"]
         return outputs["logits"], outputs.get("states")
 
 
@@ -146,9 +148,10 @@ class _Graph:
     """A step of fixed shapes, captured; all ranks capture theirs in the same step."""
 
     def __init__(self, runner: TensorrtRunner, body: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...]) -> None:
-        self._inputs = [value.clone() for value in inputs]
+        self._inputs, dropped = [value.clone() for value in inputs], runner.dropped.clone()
         for _ in range(2):
             body(*self._inputs)
+        runner.dropped.copy_(dropped)
         runner.stream.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=runner.stream):
