@@ -63,7 +63,9 @@ class Table:
         self.file.write_text(text + "\n", encoding="utf-8")
 
     def _times(self, row: Mapping[str, Any]) -> dict[str, float]:
-        return {OURS: row["ours_us"]} | {name: row["peers"][name] for name in self.names if name in row["peers"]}
+        """Cold ones if there are: a layer's weights are not in the L2 when its turn comes."""
+        ours, peers = (row["cold_us"], row["peers_cold"]) if "cold_us" in row else (row["ours_us"], row["peers"])
+        return {OURS: ours} | {name: peers[name] for name in self.names if name in peers}
 
 
 def ours_alone() -> bool:

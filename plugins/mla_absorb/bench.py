@@ -14,7 +14,7 @@ from plugins.mla_absorb import op, reference, tactics
 __all__ = ["rows"]
 
 HEADS = (128, 16)
-TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 4096)
+TOKENS = (1, 8, 32, 64, 128, 256, 1024)
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:

@@ -13,11 +13,11 @@ constexpr int TOKENS = 64, TILE = 64 * 128, STAGES = 2, CONSUMERS = 128, THREADS
 constexpr int NOPE = 128, ROPE = 64, LATENT = 512;
 constexpr int PIECES = OUTPUT ? LATENT / 128 : 1;  // of x that 64 tokens are
 constexpr int COLUMNS = OUTPUT ? 64 : 256, WIDTH = OUTPUT ? NOPE : LATENT + ROPE;  // of a CTA, and of all results
-constexpr int SUMS = COLUMNS / 2;
+constexpr int SUMS = COLUMNS / 2, PARTS = OUTPUT ? 4 : 2;  // of the weight, by what of x they are multiplied with
 
 struct Shared {
   char weight[8 * TILE], x[STAGES][2 * TILE];
-  u64 weight_full, full[STAGES], empty[STAGES];
+  u64 weight_full[PARTS], full[STAGES], empty[STAGES];
 };
 
 struct Work {
@@ -25,12 +25,17 @@ struct Work {
   __device__ __forceinline__ int tiles() const { return (tokens + TOKENS - 1) / TOKENS; }
 };
 
+// Tiles of 64 rows and columns: of 64 rows and 512 columns, or 128 rows and 256 columns.
 __device__ __forceinline__ void load_weight(Shared& shared, const TensorMap* weight, int row, int half) {
-  barrier_expect(&shared.weight_full, sizeof shared.weight);
+  constexpr int TILES = 8 / PARTS;
 #pragma unroll
-  for (int i = 0; i < (OUTPUT ? 8 : 4); ++i) {  // 64 rows of 512 columns, or 128 rows of 256
-    const u32 tile = shared_address(shared.weight) + i * (OUTPUT ? TILE : 2 * TILE);
-    copy_tile(tile, weight, OUTPUT ? i * 64 : half * COLUMNS + i * 64, OUTPUT ? row + half * COLUMNS : row, &shared.weight_full);
+  for (int part = 0; part < PARTS; ++part) {
+    barrier_expect(&shared.weight_full[part], TILES * TILE);
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const int column = OUTPUT ? part * 128 + i * 64 : half * COLUMNS + i * 64, first = row + (OUTPUT ? half * COLUMNS : part * 64);
+      copy_tile(shared_address(shared.weight) + (part * TILES + i) * TILE, weight, column, first, &shared.weight_full[part]);
+    }
   }
 }
 
@@ -47,17 +52,22 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap* x, int 
 // Adds the product of a piece of x with the weight's part of it.
 __device__ __forceinline__ void multiply(Shared& shared, float (&sums)[SUMS], int stage, int part) {
   const u64 x = descriptor(shared_address(shared.x[stage]), 16);
-  wgmma_begin();
+  const u32 weight = shared_address(shared.weight);
 #pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    const u64 a = x + ((k / 4 * TILE + k % 4 * 32) >> 4);
+  for (int tile = 0; tile < 2; ++tile) {
+    barrier_wait(&shared.weight_full[OUTPUT ? part : tile], 0);
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const u64 a = x + ((tile * TILE + k * 32) >> 4);
 #if OUTPUT
-    wgmma_64(sums, a, descriptor(shared_address(shared.weight) + (2 * part + k / 4) * TILE, 16) + (k % 4 * 32 >> 4), 1);
+      wgmma_64(sums, a, descriptor(weight + (2 * part + tile) * TILE, 16) + (k * 32 >> 4), 1);
 #else
-    wgmma_256(sums, a, descriptor(shared_address(shared.weight), 2 * TILE) + (k * 16 * 128 >> 4));
+      wgmma_256(sums, a, descriptor(weight + tile * 4 * TILE, TILE) + (k * 16 * 128 >> 4));
 #endif
+    }
+    wgmma_commit();
   }
-  wgmma_commit();
   wgmma_wait<0>();
   if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
 }
@@ -80,7 +90,7 @@ mla_absorb(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMa
   Shared& shared = *(Shared*)(memory + (-shared_address(memory) & 1023));
   const Work work{(int)blockIdx.x / 2, (int)blockIdx.x % 2, tokens};
   if (threadIdx.x == 0) {
-    barrier_init(&shared.weight_full, 1);
+    for (int part = 0; part < PARTS; ++part) barrier_init(&shared.weight_full[part], 1);
     for (int i = 0; i < STAGES; ++i) barrier_init(&shared.full[i], 1), barrier_init(&shared.empty[i], CONSUMERS / 32);
     publish();
     load_weight(shared, &weight, work.head * weight_rows, work.half);
@@ -96,7 +106,6 @@ mla_absorb(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMa
   for (int tile = 0, piece = 0; tile < work.tiles(); ++tile) {
     float sums[SUMS] = {};
     if (!OUTPUT && work.half == 0) copy_rope(from + (size_t)work.head * x_columns, out, x_row, heads, tile * TOKENS, tokens);
-    if (tile == 0) barrier_wait(&shared.weight_full, 0);
     for (int part = 0; part < PIECES; ++part, ++piece) {
       barrier_wait(&shared.full[piece % STAGES], piece / STAGES & 1);
       multiply(shared, sums, piece % STAGES, part);

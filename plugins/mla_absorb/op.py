@@ -64,7 +64,7 @@ def launch(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> Non
     output = int(width == LATENT)
     matrix, columns = heads_matrix(x)
     rows, pitch = _weight_matrix(weight)
-    maps = tensor_map(matrix, TOKENS), tensor_map(rows, TOKENS if output else NOPE)
+    maps = tensor_map(matrix, TOKENS), tensor_map(rows, TOKENS)
     with torch.cuda.device(x.device):
         arguments = *maps, matrix, out, tokens, heads, columns, matrix.stride(0), pitch
         module = SOURCE.module(OUTPUT=output)

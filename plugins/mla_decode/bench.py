@@ -14,7 +14,13 @@ from plugins.mla_decode import op, reference, tactics
 __all__ = ["rows"]
 
 HEADS, PAGE, SCALE = 128, 64, 192**-0.5
-SHAPES = ((1, 4096), (8, 4096), (32, 4096), (64, 1024), (64, 4096), (128, 1024), (128, 4096), (256, 2048))
+SHAPES = (
+    *((batch, 256) for batch in (1, 16, 64, 256)),
+    *((batch, 1024) for batch in (1, 16, 64, 128)),
+    *((batch, 4096) for batch in (1, 8, 32, 64, 128)),
+    (256, 2048),
+    *((batch, 16384) for batch in (1, 16)),
+)
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:

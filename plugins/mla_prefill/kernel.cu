@@ -8,7 +8,8 @@
 //     0:  scores 1, adds 0 | weights 1               | scores 2, adds 1 | weights 2
 //     1:                   | scores 1, adds 0        | weights 1        | scores 2, adds 1
 //
-// CTAs stay for several pieces of work: loads for the next begin while sums are written. Only a sequence's own keys count: rows
+// CTAs stay for several pieces of work, of which the third warpgroup takes the next: its loads and first scores run while sums are
+// written. Only a sequence's own keys count: rows
 // behind the last that is seen may hold anything; in the block of a query's last key, values of later tokens must be finite.
 // Compiled by NVRTC for sm_90a: L2_BYTES, that keys and values in use at a time may take.
 
@@ -17,13 +18,15 @@
 #include "../softmax.cuh"
 #include "work.cuh"
 
-constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;  // of the 3 * 168 that CTAs begin with
+constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;  // of the 3 * 168 that CTAs begin with
 
 enum Barrier { TURN = 1, CLEARED = 3 };  // of bar.sync; + w: warpgroup w's own
 
 struct Shared {
   char q[Q_TILES * TILE], keys[STAGES][Q_TILES * TILE], values[STAGES][V_TILES * TILE];
   u64 q_full, q_empty, keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
+  u64 next_full[STAGES], next_empty[STAGES], never;
+  int next[STAGES];  // piece
 };
 
 // One thread. All copies wait until the last reader of their space is done.
@@ -50,12 +53,13 @@ __device__ __forceinline__ void load_values(Shared& shared, const TensorMap* val
 
 __device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, const TensorMap* key, const TensorMap* rope,
                                         const TensorMap* value, const Columns& at, const Problem& p) {
-  Slot slot{0, 0};
+  Slot slot{0, 0}, turn{0, 0};
   Piece piece;
   Walk walk;
   u32 q_parity = 1;
 #pragma unroll 1
-  for (int index = blockIdx.x; walk.find(p, index, piece); index += gridDim.x) {
+  for (int index = blockIdx.x, next; walk.find(p, index, piece); index = next, turn.next()) {
+    next = gridDim.x + (p.taken ? atomicAdd(p.taken, 1) : index);
 #pragma unroll 1
     for (int block = piece.blocks - 1; block >= 0; --block, slot.next()) {
       const int row = piece.k_row + block * KEYS;
@@ -70,11 +74,24 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, cons
       }
       load_values(shared, value, at, piece, row, slot);
     }
+    barrier_wait(&shared.next_empty[turn.stage], turn.parity ^ 1);
+    shared.next[turn.stage] = next;
+    barrier_arrive(&shared.next_full[turn.stage]);
   }
 }
 
 __device__ __forceinline__ void done_with(u64* barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// The piece after this one, all threads of a warpgroup.
+__device__ __forceinline__ int take(Shared& shared, Slot& turn) {
+  barrier_wait(&shared.next_full[turn.stage], turn.parity);
+  const int next = *(volatile int*)&shared.next[turn.stage];
+  __syncwarp();
+  done_with(&shared.next_empty[turn.stage]);
+  turn.next();
+  return next;
 }
 
 // Issues the scores of a block's keys.
@@ -145,78 +162,109 @@ __device__ __forceinline__ void soften(float (&s)[64], float (&top)[2], float (&
   weigh(s, top, scale, sum);
 }
 
-// One piece; `slot` is where its first block is, and then the next piece's.
+// What a warpgroup is at: the place of its next block, piece and queries.
+struct State {
+  Slot slot, turn;
+  u32 q_parity;
+  Walk walk;
+};
+
+// Finds the first piece from `index` on that sees a key, and waits until its queries and last keys are there; others are zeros.
+__device__ __forceinline__ bool find(Shared& shared, const Problem& p, State& at, int index, int row, Piece& piece) {
+#pragma unroll 1
+  while (at.walk.find(p, index, piece)) {
+    if (piece.blocks > 0) {
+      barrier_wait(&shared.q_full, at.q_parity);
+      at.q_parity ^= 1;
+      barrier_wait(&shared.keys_full[at.slot.stage], at.slot.parity);
+      return true;
+    }
+    const float nothing[64] = {}, none[2] = {};
+    write(nothing, none, none, row, p, piece);
+    index = take(shared, at.turn);
+  }
+  return false;
+}
+
+// The first block of a piece, whose scores are issued: weights of it, and no sums yet.
 template <int W>
-__device__ __forceinline__ void attend(Shared& shared, const Problem& p, const Piece& piece, int row, Slot& slot, float (&o)[64],
-                                       float (&top)[2], float (&sum)[2]) {
-  float s[64], factor[2];
-  u32 weights[8][4];
-  int block = piece.blocks - 1;
-  barrier_wait(&shared.keys_full[slot.stage], slot.parity);
-  score<W>(shared, s, slot.stage);
+__device__ __forceinline__ void first_block(Shared& shared, const Problem& p, const Piece& piece, int row, const Slot& slot,
+                                            float (&s)[64], u32 (&weights)[8][4], float (&top)[2], float (&sum)[2]) {
+  const int block = piece.blocks - 1, seen = piece.seen - block * KEYS;
+  float factor[2];
   wgmma_wait<0>();
   done_with(&shared.keys_empty[slot.stage]);
   mask(s, piece.offset + 1 + row - block * KEYS);
   soften(s, top, sum, factor, p.scale);
   round_weights(s, weights);
-  const int seen = piece.seen - block * KEYS;
   if (seen < KEYS) {
     barrier_wait(&shared.values_full[slot.stage], slot.parity);
     clear<W>(shared, slot.stage, seen);
   }
-#pragma unroll 1
-  while (--block >= 0) {
-    const Slot before = slot;
-    slot.next();
-    barrier_wait(&shared.keys_full[slot.stage], slot.parity);
-    rendezvous(TURN + W, CONSUMERS);
-    score<W>(shared, s, slot.stage);
-    barrier_wait(&shared.values_full[before.stage], before.parity);
-    add(shared, o, weights, before.stage);
-    announce(TURN + 1 - W, CONSUMERS);
-    wgmma_wait<1>();
-    done_with(&shared.keys_empty[slot.stage]);
-    const int first = piece.offset + 1 - block * KEYS;
-    if (first + W * 64 < KEYS) mask(s, first + row);
-    soften(s, top, sum, factor, p.scale);
-    wgmma_wait<0>();
-    done_with(&shared.values_empty[before.stage]);
-    rescale(o, factor);
-    round_weights(s, weights);
-  }
-  done_with(&shared.q_empty);
-  barrier_wait(&shared.values_full[slot.stage], slot.parity);
-  add(shared, o, weights, slot.stage);
-  wgmma_wait<0>();
-  done_with(&shared.values_empty[slot.stage]);
+}
+
+// One more block: its scores, and under them the products of the weights of the block before.
+template <int W>
+__device__ __forceinline__ void next_block(Shared& shared, const Problem& p, int first, int row, Slot& slot, float (&s)[64],
+                                           u32 (&weights)[8][4], float (&o)[64], float (&top)[2], float (&sum)[2]) {
+  const Slot before = slot;
+  float factor[2];
   slot.next();
+  barrier_wait(&shared.keys_full[slot.stage], slot.parity);
+  rendezvous(TURN + W, CONSUMERS);
+  score<W>(shared, s, slot.stage);
+  barrier_wait(&shared.values_full[before.stage], before.parity);
+  add(shared, o, weights, before.stage);
+  announce(TURN + 1 - W, CONSUMERS);
+  wgmma_wait<1>();
+  done_with(&shared.keys_empty[slot.stage]);
+  if (first + W * 64 < KEYS) mask(s, first + row);
+  soften(s, top, sum, factor, p.scale);
+  if (sum[0] + sum[1] < 0.f) barrier_arrive(&shared.never);  // keeps the softmax in front of the wait for what it runs under
+  wgmma_wait<0>();
+  done_with(&shared.values_empty[before.stage]);
+  rescale(o, factor);
+  round_weights(s, weights);
 }
 
 template <int W>
 __device__ __forceinline__ void consume(Shared& shared, const Problem& p) {
   const int row = W * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-  Slot slot{0, 0};
+  State at{};
   Piece piece;
-  Walk walk;
-  u32 q_parity = 0;
+  float s[64];
   if (W == 1) announce(TURN, CONSUMERS);
+  bool more = find(shared, p, at, blockIdx.x, row, piece);
+  score<W>(shared, s, at.slot.stage);
 #pragma unroll 1
-  for (int index = blockIdx.x; walk.find(p, index, piece); index += gridDim.x) {
-    float o[64] = {}, top[2] = {NONE, NONE}, sum[2] = {};
-    if (piece.blocks > 0) {
-      barrier_wait(&shared.q_full, q_parity);
-      q_parity ^= 1;
-      attend<W>(shared, p, piece, row, slot, o, top, sum);
-    }
-    write(o, sum, top, row, p, piece);
+  while (more) {
+    const Piece now = piece;
+    float top[2] = {NONE, NONE}, sum[2] = {};
+    u32 weights[8][4];
+    first_block<W>(shared, p, now, row, at.slot, s, weights, top, sum);
+    float o[64] = {};
+#pragma unroll 1
+    for (int block = now.blocks - 2; block >= 0; --block)
+      next_block<W>(shared, p, now.offset + 1 - block * KEYS, row, at.slot, s, weights, o, top, sum);
+    done_with(&shared.q_empty);
+    const u32 last = at.slot.stage;
+    barrier_wait(&shared.values_full[last], at.slot.parity);
+    add(shared, o, weights, last);
+    at.slot.next();
+    more = find(shared, p, at, take(shared, at.turn), row, piece);
+    score<W>(shared, s, at.slot.stage);  // of the next piece, or of nothing
+    wgmma_wait<1>();
+    done_with(&shared.values_empty[last]);
+    write(o, sum, top, row, p, now);
   }
+  wgmma_wait<0>();
 }
 
 // q [rows, .], keys, ropes and values [rows of keys, .], heads side by side; cu_q, cu_k [sequences + 1]. Any number of CTAs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 mla_prefill(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap rope,
             const __grid_constant__ TensorMap value, const int* __restrict__ cu_q, const int* __restrict__ cu_k,
-            u16* __restrict__ out, float* __restrict__ lse, int sequences, int heads, int rows, int q_columns, int key_columns,
+            u16* __restrict__ out, float* __restrict__ lse, int* __restrict__ taken, int sequences, int heads, int rows, int q_columns, int key_columns,
             int rope_columns, int value_columns, float scale) {
   extern __shared__ char memory[];
   Shared& shared = *(Shared*)(memory + (-shared_address(memory) & 1023));
@@ -225,12 +273,13 @@ mla_prefill(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(&shared.keys_full[i], 1), barrier_init(&shared.keys_empty[i], CONSUMERS / 32);
       barrier_init(&shared.values_full[i], 1), barrier_init(&shared.values_empty[i], CONSUMERS / 32);
+      barrier_init(&shared.next_full[i], 1), barrier_init(&shared.next_empty[i], CONSUMERS / 32);
     }
     publish();
   }
   __syncthreads();
   wait_for_inputs();
-  const Problem problem{cu_q, cu_k, out, lse, sequences, heads, rows, scale};
+  const Problem problem{cu_q, cu_k, out, lse, taken, sequences, heads, rows, scale};
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));

@@ -14,6 +14,7 @@ is NaN or infinite in a key spoils the queries that see it; in a value, queries 
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,12 @@ SOURCE = Source(Path(__file__).with_name("kernel.cu"), specific=True)
 NOPE, ROPE, VALUES = 128, 64, 128
 ROWS = 128
 """Queries of a CTA, and keys of a block."""
-THREADS, SHARED = 384, 3 * ROWS * 128 + 2 * 5 * ROWS * 128 + 128 + 1024
+THREADS, SHARED = 384, 3 * ROWS * 128 + 2 * 5 * ROWS * 128 + 256 + 1024
 """Threads of a CTA; bytes of its queries, two blocks of keys and values, barriers, and their alignment."""
 L2_BYTES = 32 << 20
 """Keys and values that are in use at a time."""
 LN2 = 0.6931471805599453
+NOWHERE = ctypes.c_void_p(None)
 
 
 @torch.library.custom_op("r1_pipeline::mla_prefill", mutates_args=(), device_types="cuda")
@@ -92,7 +94,8 @@ def launch(
     pieces = (-(-rows // ROWS) + sequences) * heads
     with torch.cuda.device(q.device):
         ends = cu_q.contiguous(), cu_k.contiguous()
-        arguments = *maps, *ends, out, lse, sequences, heads, rows, *pitches, scale / LN2
+        taken = torch.zeros(1, dtype=torch.int32, device=q.device) if pieces > many else NOWHERE
+        arguments = *maps, *ends, out, lse, taken, sequences, heads, rows, *pitches, scale / LN2
         module = SOURCE.module(L2_BYTES=l2_bytes)
         module.launch("mla_prefill", (min(pieces, many), 1, 1), THREADS, *arguments, overlap=overlap, shared=SHARED)
 

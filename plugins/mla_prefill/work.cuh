@@ -7,6 +7,7 @@ struct Problem {
   const int *cu_q, *cu_k;
   u16* out;    // BF16 [rows of all sequences, heads, VALUES]
   float* lse;  // F32 [heads, rows of all sequences]
+  int* taken;  // how many pieces beyond the CTAs' first were taken, 0 before; or null: they are taken in turns
   int sequences, heads, rows;
   float scale;  // of scores in powers of two
 };
@@ -40,7 +41,8 @@ struct Walk {
 
   static __device__ __forceinline__ void place(const Problem& p, int index, int tiles, int q_row, int queries, int k_row, int keys,
                                                Piece& piece) {
-    const int fit = min(p.heads, max(1, L2_BYTES / (max(keys, 1) * 2 * (64 * Q_TILES + VALUES))));
+    const int most = min(p.heads, max(1, L2_BYTES / (max(keys, 1) * 2 * (64 * Q_TILES + VALUES))));
+    const int groups = (p.heads + most - 1) / most, fit = (p.heads + groups - 1) / groups;
     const int group = index / (tiles * fit), heads = min(fit, p.heads - group * fit), inside = index - group * tiles * fit;
     const int first = (tiles - 1 - inside / heads) * ROWS;
     piece.head = group * fit + inside % heads;

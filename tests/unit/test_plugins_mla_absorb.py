@@ -39,7 +39,7 @@ def test_ops_vs_reference(device: str) -> None:
 def test_kernel_vs_reference(tokens: int) -> None:
     q, latent, w_uk, w_uv = case("cuda", tokens, 128)
     for x, weight, wanted in ((q, w_uk, reference.absorb_query(q, w_uk)), (latent, w_uv, reference.absorb_output(latent, w_uv))):
-        out = torch.full_like(wanted, torch.nan, dtype=torch.bfloat16)
+        out = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
         op.launch(x, weight, out)
         torch.testing.assert_close(out.float(), wanted, **CLOSE)
 

@@ -39,6 +39,12 @@ def test_the_file_has_what_an_op_can_take_and_no_more(tmp_path: Path) -> None:
     assert rows == [{"device": "H", "cache": "bf16", "batch": 1, "length": 4096, "us": {"ours": 15.0, "theirs": 19.0}}]
 
 
+def test_cold_times_count_where_they_were_measured(tmp_path: Path) -> None:
+    made = table(tmp_path, [])
+    row = {"ours_us": 1.0, "cold_us": 9.0, "peers": {"theirs": 2.0}, "peers_cold": {"theirs": 8.0}}
+    assert made._times(row) == {"ours": 9.0, "theirs": 8.0}
+
+
 def test_ours_alone_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("R1_PIPELINE_KERNELS", raising=False)
     assert not ours_alone()
