@@ -39,10 +39,10 @@ STEPS = {
     "horizontal": "one product 7168 -> 2112 for three",
     "norm_rope_cache": "both inner norms, RoPE and the cache's write in one kernel",
     "rms_norm": "the outer norms by torch's fused one",
+    "q_rope": "RoPE of the queries as one complex product, in place",
     "moe_grouped_gemm": "the routed experts in FP8, as they are stored, SwiGLU and the weighted sum fused",
     "fp8_dense": "query, output and shared expert's products in FP8 (cuBLASLt), activations quantised 1x128",
     "streams": "the shared expert beside the routed ones",
-    "shared_fused": "the shared expert as one more of the routed ones, instead, where a rank has both in one width",
 }
 """Steps in the order in which the ladder takes them, and what each is."""
 FASTEST = frozenset(STEPS)
@@ -137,6 +137,7 @@ class State:
         page = self.cache.shape[1]
         self.positions = self.lengths - 1
         last = self.positions.long()
+        self.turns = torch.complex(*self.cos_sin.chunk(2, dim=1))
         self.slots = self.table.gather(1, (last // page).unsqueeze(1)).squeeze(1).long() * page + last % page
 
     @classmethod
@@ -175,28 +176,25 @@ class Layer:
         self.w_uk, self.w_uv = (_scaled(drawn, s.heads, size, s.latent)[heads].contiguous() for size in (s.nope, s.value))
         self.router, self.bias = _scaled(drawn, s.experts, s.hidden), _normal(drawn, s.experts).float() / 10
         q_b, o = _fp8(device, 2, s.heads * (s.nope + s.rope), s.q), _fp8(device, 3, s.hidden, s.heads * s.value)
-        self.fp8 = {"q_b": q_b.rows(_times(heads, s.nope + s.rope)), "o": o.columns(_times(heads, s.value))}
-        self._add_experts(width)
+        gate_up, down = _fp8(device, 4, 2 * s.width, s.hidden), _fp8(device, 5, s.hidden, s.width)
+        self.fp8 = {
+            "q_b": q_b.rows(_times(heads, s.nope + s.rope)), "o": o.columns(_times(heads, s.value)),
+            "shared_gate_up": gate_up.halves(width), "shared_down": down.columns(width), **self._experts(),
+        }  # fmt: skip
         self.chosen = torch.empty(0)
         """Experts I32 [B, K] of the last call."""
         self.bf16: dict[str, Tensor] = {}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def _add_experts(self, shared_width: slice) -> None:
-        """Its routed experts, or its share of each, and the shared one: behind them in one tensor where it is as wide."""
+    def _experts(self) -> dict[str, Fp8]:
+        """Its routed experts, or its share of each."""
         s, by_number = self.shape, self.share.experts == "number"
         numbers = range(s.experts)[self.share.of(s.experts)] if by_number else range(s.experts)
         width = slice(0, s.width) if by_number else self.share.of(s.width)
-        self.first_expert, alike = numbers.start, width == shared_width
-        self.fuses = alike and len(numbers) == s.experts
+        self.first_expert = numbers.start
         gate_up = [_fp8(self.device, 1000 + 2 * one, 2 * s.width, s.hidden).halves(width) for one in numbers]
         down = [_fp8(self.device, 1001 + 2 * one, s.hidden, s.width).columns(width) for one in numbers]
-        shared_gate_up = _fp8(self.device, 4, 2 * s.width, s.hidden).halves(shared_width)
-        shared_down = _fp8(self.device, 5, s.hidden, s.width).columns(shared_width)
-        for name, routed, shared in (("gate_up", gate_up, shared_gate_up), ("down", down, shared_down)):
-            every = _stacked([*routed, shared] if alike else routed)
-            self.fp8["every_" + name], self.fp8["shared_" + name] = every, Fp8(*(part[-1] for part in every)) if alike else shared
-            self.fp8[name] = Fp8(*(part[: len(numbers)] for part in every))
+        return {"gate_up": _stacked(gate_up), "down": _stacked(down)}
 
     def __call__(self, x: Tensor, state: State, on: frozenset[str]) -> Tensor:
         """x BF16 [B, H] -> [B, H]"""
@@ -206,8 +204,7 @@ class Layer:
     def weight_bytes(self) -> int:
         """Of its share as it is stored."""
         rest = self.qkv_a, self.w_uk, self.w_uv, self.router
-        stored = (weight for name, weight in self.fp8.items() if not name.startswith("every_"))
-        return sum(tensor.nbytes for tensor in (*rest, *(part for weight in stored for part in weight)))
+        return sum(tensor.nbytes for tensor in (*rest, *(part for weight in self.fp8.values() for part in weight)))
 
     def norm(self, x: Tensor, weight: Tensor, on: frozenset[str]) -> Tensor:
         """RMSNorm over the hidden size."""
@@ -218,12 +215,16 @@ class Layer:
         s = self.shape
         scale = (s.nope + s.rope) ** -0.5
         q = self.linear(self.into_cache(x, state, on), "q_b", on).unflatten(-1, (self.heads, s.nope + s.rope))
-        q_rope = plain.rotate(q[..., s.nope :], state.cos_sin[state.positions.long()].unsqueeze(1))
+        rope = q[..., s.nope :]
+        if "q_rope" in on:
+            turned = torch.view_as_complex(rope.float().unflatten(-1, (-1, 2))) * state.turns[state.positions].unsqueeze(1)
+            rope.unflatten(-1, (2, -1)).copy_(torch.view_as_real(turned).transpose(-1, -2))
+        else:
+            rope.copy_(plain.rotate(rope, state.cos_sin[state.positions.long()].unsqueeze(1)))
         if "mla_absorb" in on:
-            q[..., s.nope :] = q_rope
             query = absorb.absorb_query(q, self.w_uk)
         else:
-            query = torch.cat((torch.einsum("ban,anl->bal", q[..., : s.nope], self.w_uk), q_rope), dim=-1)
+            query = torch.cat((torch.einsum("ban,anl->bal", q[..., : s.nope], self.w_uk), rope), dim=-1)
         if "mla_decode" in on:
             out = mla.mla_decode(query.unsqueeze(1), state.cache, state.table, state.lengths, scale, s.latent)[0].squeeze(1)
         else:
@@ -250,10 +251,6 @@ class Layer:
 
     def experts(self, x: Tensor, on: frozenset[str]) -> Tensor:
         """[B, H] -> [B, H]"""
-        if self.fuses and {"shared_fused", "moe_grouped_gemm"} <= on:
-            weights, indices = self.route(x, on)
-            more = F.pad(indices, (0, 1), value=self.shape.experts), F.pad(weights, (0, 1), value=1.0)
-            return moe.moe_fp8_block(x, *more, *self.fp8["every_gate_up"], *self.fp8["every_down"])
         if "streams" not in on or self.stream is None:
             return self.routed(x, on) + self.shared(x, on)
         here = torch.cuda.current_stream()

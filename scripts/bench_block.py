@@ -11,8 +11,6 @@ NCCL where each rank has a GPU, R1's shapes; gloo on CPU ranks otherwise, small 
              does (moe_tensor_parallel_size = tp_size), and a copy of every latent: two all-reduces in BF16
     TP+EP    the same with the experts by number (moe_expert_parallel_size = tp_size)
 
-The shared expert, whole under attention data parallelism and narrow otherwise, runs before the routed ones (`1 stream`), beside
-them and their collectives (`2 streams`), or as one more of them, where they are as narrow (`one more expert`).
 `tokens` counts those of all ranks in a step, `us` is the slowest rank's. `error` is relative, of what the layer adds to its input
 against the whole layer on one rank, over tokens with the same experts there; `rerouted` the share of the others; the worst rank's.
 Rows without `exchange` leave the collectives out (each rank goes on with what it last received): the difference is what they cost
@@ -44,9 +42,8 @@ from scripts.bench_collectives import described, largest, start  # noqa: E402
 SMALL = Shape(256, 128, 128, 32, 6, 96, 128, experts=6, top_k=2, n_group=2, topk_group=1, width=768, page=16)
 LAYOUTS = {"ADP{}+EP{}": ("dp", "number"), "TP{}": ("tp", "width"), "TP{}+EP{}": ("tp", "number")}
 TOKENS, QUICK_TOKENS, LENGTH = (1, 8, 32, 128, 512), (8,), 4096
-ONE_STREAM = frozenset({"shared_fused", "streams"})
-NO_GRAPH, NO_EXCHANGE = frozenset({"graph"}), frozenset({"exchange"})
-LEFT_OUT = frozenset(), frozenset({"shared_fused"}), ONE_STREAM, NO_GRAPH, NO_GRAPH | ONE_STREAM, NO_EXCHANGE
+LEFT_OUT = tuple(map(frozenset, ((), ("streams",), ("graph",), ("graph", "streams"), ("exchange",))))
+"""Steps that each row does without; `exchange` is the collectives."""
 CACHE_SHARE = 0.9
 """Of a GPU's memory that weights and cache may take."""
 IN_A_GRAPH, REPEATS = 4, 10
@@ -140,16 +137,14 @@ def variants(block: Block, x: Tensor, state: State, wanted: Sequence[Tensor]) ->
     """Each precision of the gather, with and without CUDA graph, second stream and collectives."""
     block.input_scale = op.common_scale(block.norm(x, block.post_norm, FASTEST))
     apart, gpu = block.share.attention == "dp", x.is_cuda
-    ways = dict.fromkeys(way if block.fuses else way | {"shared_fused"} for way in (LEFT_OUT if gpu else LEFT_OUT[:1]))
     for block.precision in op.PRECISIONS if apart else op.PRECISIONS[:1]:
-        for left_out in ways:
+        for left_out in LEFT_OUT if gpu else LEFT_OUT[:1]:
             on = FASTEST - left_out
             differs = deviation(block(x, state, on) - x, block.chosen, *wanted)
             block.exchange = "exchange" not in left_out
             seconds = timed(lambda on=on: block(x, state, on), gpu and "graph" in on)
             slowest, *worst = largest((seconds, *differs.values()), x.device)
-            shared = "one more expert" if "shared_fused" in on else "2 streams" if "streams" in on else "1 stream"
-            how = {"graph": gpu and "graph" in on, "shared": shared, "exchange": block.exchange}
+            how = {"graph": gpu and "graph" in on, "streams": "streams" in on, "exchange": block.exchange}
             block.exchange = True
             row = {"gather": block.precision if apart else None, **how, "us": round(slowest * 1e6, 2)}
             yield row | dict(zip(differs, worst, strict=True))
@@ -176,7 +171,7 @@ def capacity_of(name: str, block: Block) -> dict[str, Any]:
 
 def line(row: dict[str, Any]) -> str:
     """A row for people."""
-    how = f"{row['gather'] or '-':6s} {'graph' if row['graph'] else 'eager':5s} {row['shared']:15s}"
+    how = f"{row['gather'] or '-':6s} {'graph' if row['graph'] else 'eager':5s} {'2 streams' if row['streams'] else '1 stream':9s}"
     how += "" if row["exchange"] else " no exchange"
     speed = f"{row['us']:9.1f} us {row['tokens_per_s']:9,d} tokens/s"
     return f"{row['layout']:9s} {row['tokens']:5d} {how} {speed}  error {row['error']:.1e}, rerouted {row['rerouted']:.1%}"
