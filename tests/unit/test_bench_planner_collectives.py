@@ -32,3 +32,12 @@ def test_a_line_is_fitted_to_each_kind() -> None:
     rows = [kind | {"us": 10 + size / 2e5, "received_bytes": size} for size in (1e4, 1e6, 1e8)]
     (found,) = bench.kinds(rows)
     assert (found["start_us"], found["gb_per_s"]) == (pytest.approx(10), pytest.approx(200))
+
+
+def test_the_faster_layout_is_the_measured_one() -> None:
+    """ADP+EP against TP: a few tokens are faster in TP, many in ADP+EP."""
+    rows = {(row["tokens"], row["layout"]): row for row in bench.layers(newest("block"))}
+    for tokens in {tokens for tokens, _ in rows}:
+        apart, narrow = rows[tokens, "ADP2+EP2"], rows[tokens, "TP2"]
+        assert (apart["us"] < narrow["us"]) == (apart["predicted_us"] < narrow["predicted_us"]) == (tokens >= 256), tokens
+    assert all(0.6 < row["ratio"] < 1.7 for row in rows.values())
