@@ -122,7 +122,8 @@ class TensorrtEngineConfig:
     prefill_batch: int = limited(1, least=1, most=2**16)
     """Rows of one prefill step."""
     moe: str = limited("auto", one_of=TENSORRT_MOE)
-    """How experts are computed: layer (TensorRT's, SM100/103/110 with tensorrt), dense, dispatch; auto: layer for BF16 experts."""
+    """How experts are computed: layer (TensorRT's, for experts in BF16 or FP8, SM100/103/110 with tensorrt), dense, dispatch; auto:
+    layer for BF16 experts."""
     moe_capacity: int = limited(0, least=0, most=MOST_TOKENS)
     """moe=dispatch: most tokens an expert takes in a step; more are left out and counted. 0: all."""
     plugins: str = limited("auto", one_of=PLUGINS)

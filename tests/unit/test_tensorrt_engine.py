@@ -89,7 +89,7 @@ def test_the_library_follows_from_the_gpu() -> None:
         ((*RTX, "engine.tensorrt.targets=[37]"), "No TensorRT library builds for SM37"),
         ((*RTX, "engine.tensorrt.library=tensorrt_rtx", "engine.tensorrt.targets=[100]"), "tensorrt_rtx does not build for SM100"),
         ((*RTX, "engine.tensorrt.moe=layer"), "moe=layer builds with tensorrt for SM100, SM103 and SM110, not with tensorrt_rtx"),
-        (("+hw=b200", "engine=tensorrt", "quant=nvfp4", "engine.tensorrt.moe=layer"), "moe=layer gets experts in BF16 here"),
+        (("+hw=b200", "engine=tensorrt", "quant=nvfp4", "engine.tensorrt.moe=layer"), "moe=layer gets experts in BF16 or FP8 here"),
         ((*RTX, "engine.tensorrt.weights=refit"), "weights=refit needs tensorrt"),
         ((*RTX, "parallel.tp=3"), "16 experts do not spread over parallel.tp=3"),
         ((*RTX, "parallel.tp=8", "parallel.attention_dp=false"), "4 heads do not spread over parallel.tp=8"),

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason="the reference is in torch")
 from pipeline.checkpoint import Checkpoint  # noqa: E402
 from pipeline.core.errors import StageError  # noqa: E402
 from pipeline.engines.tensorrt.agreement import compare  # noqa: E402
+from pipeline.engines.tensorrt.builder import build  # noqa: E402
 from pipeline.engines.tensorrt.graph import Graph  # noqa: E402
 from pipeline.engines.tensorrt.interpreter import Interpreter, run_ranks  # noqa: E402
 from pipeline.engines.tensorrt.library import load  # noqa: E402
@@ -105,6 +106,23 @@ def test_rows_of_different_lengths_decode_together(tmp_path, ids, expected) -> N
 def test_every_lowering_of_the_experts_is_exact(tmp_path, ids, expected, moe) -> None:
     logits, _ = session(tmp_path, spec("expanded", moe=moe)).step("expanded", ids[None], start(0))
     assert np.abs(logits[0] - expected).max() < EXACT
+
+
+def test_tensorrt_s_own_layer_takes_experts_in_fp8_as_they_are_stored(tmp_path, ids) -> None:
+    """It computes what the products apart do; TensorRT-RTX, which has no kernel for it, names it and its types when it refuses."""
+    small = random_checkpoint.write(tmp_path / "checkpoint", {"num_hidden_layers": 2})
+    checkpoint = Checkpoint.open(convert(small, tmp_path / "fp8", recipe("fp8")))
+    shapes = {"max_tokens": 32, "max_seq_len": 48, "max_batch": 4, "last_layer": 2, "arch": checkpoint.arch}
+    found = []
+    for moe in ("layer", "dense"):
+        what = Spec(form="expanded", moe=moe, dtype="float32", **shapes)
+        run = Interpreter(network(what, tmp_path, checkpoint))
+        one = Session({"0": what}, lambda names, feeds, run=run: run_ranks([run], feeds), 2)
+        found.append(one.step("expanded", ids[None], start(0))[0])
+    assert compare("", "float32", *found).mean_kl < 1e-3
+    net = network(Spec(form="expanded", moe="layer", **shapes), tmp_path, checkpoint)
+    with pytest.raises(StageError, match=r"moe_fc1: \S+-\(f8\[1,.*experts\.quantize_\d+_output\S+\(f8\[1,.*constantFP8"):
+        build(net, "tensorrt_rtx", [120], tmp_path / "x", refit=False, advance=lambda n: None, stopped=lambda: False)
 
 
 def test_dispatch_counts_what_an_expert_has_no_room_for(tmp_path, ids, expected) -> None:

@@ -246,9 +246,11 @@ class Graph(Definition):
         """a / scale in an 8-bit type; one scale a tensor."""
         return self.one("add_quantize", a, scale, dtype)
 
-    def dequantize(self, a: Tensor, scale: Tensor, dtype: Any, *, block: Sequence[int] = ()) -> Tensor:
-        """a * scale in `dtype`: one scale a tensor, or one a block of the shape `block`."""
+    def dequantize(self, a: Tensor, scale: Tensor, dtype: Any, *, block: Sequence[int] = (), axis: int | None = None) -> Tensor:
+        """a * scale in `dtype`: one scale a tensor, one for each place along `axis`, or one a block of the shape `block`."""
         layer = self.layer("add_dequantize", a, scale, dtype)
+        if axis is not None:
+            layer.axis = axis
         if block:
             layer.block_shape = self.trt.Dims(list(block))
         return self.checked(layer)

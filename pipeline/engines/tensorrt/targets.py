@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MOE_LAYER_TARGETS", "moe_lowering", "resolve", "unsupported"]
 
+LAYER_FORMATS = ("bf16", "fp8")
+"""Formats of experts that TensorRT's own layer gets here; of NVFP4 it says "not supported yet" (1.7.1)."""
 FP4_TARGETS = (100, 103, 120, 121)
 MOE_LAYER_TARGETS = (100, 103, 110)
 """Where TensorRT's own MoE layer builds; TensorRT-RTX 1.7 defines it, and has kernels for it nowhere."""
@@ -78,7 +80,7 @@ def unsupported(targets: Iterable[int], formats: Iterable[str], dtype: str = "bf
 
 
 def moe_lowering(wanted: str, library: str, targets: Iterable[int], expert_format: str) -> str:
-    """`auto` is TensorRT's layer where it builds and experts are in BF16, which is how it gets them here; else dense.
+    """`auto` is TensorRT's layer where it builds and experts are in BF16, else dense. It takes them in FP8, too, when asked for.
 
     Raises:
         ConfigError: the layer was asked for where it does not build, or for experts that would have to be widened.
@@ -89,9 +91,9 @@ def moe_lowering(wanted: str, library: str, targets: Iterable[int], expert_forma
             f"engine.tensorrt.moe=layer builds with tensorrt for SM100, SM103 and SM110, not with {library} for "
             f"{listed(targets)}: set engine.tensorrt.moe=dense or dispatch."
         )
-    if wanted == "layer" and expert_format != "bf16":
+    if wanted == "layer" and expert_format not in LAYER_FORMATS:
         raise ConfigError(
-            f"engine.tensorrt.moe=layer gets experts in BF16 here, and experts in {expert_format} would be dequantised for it: "
-            "set engine.tensorrt.moe=dense or dispatch, or quant=bf16."
+            f"engine.tensorrt.moe=layer gets experts in BF16 or FP8 here; those in {expert_format} would be dequantised for it: "
+            "set engine.tensorrt.moe=dense or dispatch, or quant=bf16 or fp8."
         )
     return ("layer" if able and expert_format == "bf16" else "dense") if wanted == "auto" else wanted

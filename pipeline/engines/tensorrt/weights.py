@@ -69,12 +69,13 @@ class Weights:
             parts = [self._native(self._entries[f"{prefix}.experts.{number}.{kind}_proj.weight"]) for number in numbers]
             yield self._counted(self._stack(f"{prefix}.experts.{kind}_proj", parts))
 
-    def dequantized_experts(self, prefix: str, kind: str, numbers: Sequence[int]) -> Named:
-        """One of the three in BF16, [E, N, K]."""
-        entries = [self._entries[f"{prefix}.experts.{number}.{kind}_proj.weight"] for number in numbers]
-        parts = [self._plain(entry, entry.dequantized()) for entry in entries]
-        stack = self._counted(self._stack(f"{prefix}.experts.{kind}_proj", parts))
-        return Named(f"{stack.name}.weight", stack.tensors["weight"])
+    def layer_experts(self, prefix: str, numbers: Sequence[int]) -> Iterator[Stored]:
+        """The same as TensorRT's own layer takes them: FP8 as it is stored, all else in BF16."""
+        for kind in ("gate", "up", "down"):
+            entries = [self._entries[f"{prefix}.experts.{number}.{kind}_proj.weight"] for number in numbers]
+            kept = all(entry.format.name == "fp8" for entry in entries)
+            parts = [self._native(entry) if kept else self._plain(entry, entry.dequantized()) for entry in entries]
+            yield self._counted(self._stack(f"{prefix}.experts.{kind}_proj", parts))
 
     def travel_scale(self, prefix: str) -> Named:
         """See the function."""

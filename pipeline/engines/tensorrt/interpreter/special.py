@@ -36,7 +36,10 @@ def _quantize(trt: Any, layer: Any, x: Values, lookup: Lookup) -> Array:
 
 
 def _dequantize(trt: Any, layer: Any, x: Values, lookup: Lookup) -> Array:
-    return x[0].astype(np.float32) * _spread(x[1], x[0].shape)
+    value, scale = x[0].astype(np.float32), x[1].astype(np.float32)
+    if scale.ndim == 1 and scale.size > 1:
+        return value * scale.reshape([-1 if place == layer.axis else 1 for place in range(value.ndim)])
+    return value * _spread(scale, value.shape)
 
 
 def _dynamic_quantize(trt: Any, layer: Any, x: Values, lookup: Lookup) -> tuple[Array, Array]:
@@ -89,13 +92,18 @@ def _visible(trt: Any, settings: Any, shape: tuple[int, ...], lookup: Lookup) ->
 
 
 def _moe(trt: Any, layer: Any, x: Values, lookup: Lookup) -> Array:
-    """Hidden [1, N, H], experts and shares [1, N, K], gate and up [E, H, I], down [E, I, H]; SwiGLU."""
+    """Hidden [1, N, H], experts and shares [1, N, K], gate and up [E, H, I], down [E, I, H]; SwiGLU. Last, with FP8, the scale of
+    the argument of `down`."""
     hidden, experts, shares, gate, up, down = (wide(value) for value in x[:6])
+    scale = x[9] if len(x) > 9 else None
     out = np.zeros(hidden.shape, np.float32)
     for place in np.ndindex(*experts.shape):
         row, expert = hidden[place[:2]], experts[place]
         gated = row @ gate[expert]
-        out[place[:2]] += shares[place] * ((gated / (1 + np.exp(-gated)) * (row @ up[expert])) @ down[expert])
+        inner = gated / (1 + np.exp(-gated)) * (row @ up[expert])
+        if scale is not None:
+            inner = encode_e4m3(inner / scale).astype(np.float32) * scale
+        out[place[:2]] += shares[place] * (inner @ down[expert])
     return out
 
 

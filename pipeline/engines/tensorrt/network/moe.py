@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.engines.tensorrt.graph import Graph, Tensor
 from pipeline.engines.tensorrt.network.exchange import there_and_back
 from pipeline.engines.tensorrt.network.linear import Named
+from pipeline.engines.tensorrt.network.moe_layer import moe_layer
 from pipeline.engines.tensorrt.network.norm import swiglu
 from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.engines.tensorrt.plugins import offered
@@ -148,16 +149,8 @@ def _int(net: Graph, value: int) -> Tensor:
 
 def _layer(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor, indices: Tensor, shares: Tensor,
            dropped: list[Tensor]) -> Tensor:  # fmt: skip
-    """TensorRT's MoE layer, on BF16 weights [E, H, I] and [E, I, H]; it takes a batch dimension. It must choose among its own
-    experts, so a choice of another rank's is its first one with a share of 0."""
-    arch, per_token = spec.arch, spec.arch.num_experts_per_tok
-    stacks = (weights.dequantized_experts(prefix, name, spec.experts) for name in ("gate", "up", "down"))
-    gate, up, down = (net.constant(stack.value.swapaxes(1, 2), stack.name) for stack in stacks)
+    """The same. TensorRT's layer must choose among its own experts: a choice of another rank's is its first with a share of 0."""
     if spec.ranks > 1:
         here, expert = _own(net, spec, indices)
         indices, shares = net.select(here, expert, net.scalar(0, expert)), net.select(here, shares, net.scalar(0, shares))
-    batch = net.reshape(x, (1, -1, arch.hidden_size))
-    routing = net.reshape(indices, (1, -1, per_token)), net.reshape(net.cast(shares, x.dtype), (1, -1, per_token))
-    layer = net.layer("add_moe", batch, *routing)
-    layer.set_gated_weights(gate, up, down, net.trt.MoEActType.SILU)
-    return net.reshape(net.checked(layer), (-1, arch.hidden_size))
+    return moe_layer(net, spec, weights, prefix, x, indices, shares)
