@@ -8,7 +8,7 @@ from pipeline.core.errors import ConfigError
 
 torch = pytest.importorskip("torch", reason="the op is torch's")
 
-from plugins.mla_prefill import op, reference  # noqa: E402
+from plugins.mla_prefill import crossover, op, reference  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here"))]
@@ -86,3 +86,28 @@ def test_what_does_not_fit_is_refused() -> None:
         op.mla_prefill(q, k, v, *ends, -1.0)
     with pytest.raises(ConfigError, match=r"\[Tk, R\]"):
         op.mla_prefill_kv(q, kv, k_rope[1:], *ends, SCALE)
+
+
+def forms(times: dict[int, tuple[float, float]]) -> list[dict[str, float]]:
+    return [{"tokens": tokens, "absorbed_us": one, "expanded_us": other} for tokens, (one, other) in times.items()]
+
+
+def test_forms_cross_where_the_times_are_equal() -> None:
+    assert crossover.crossing(forms({64: (10, 30), 128: (20, 30), 192: (40, 30), 256: (50, 30)})) == 160
+    assert crossover.crossing(forms({64: (10, 5), 128: (20, 30), 256: (60, 20)})) == 154  # not where it was better once
+    assert crossover.crossing(forms({16: (10, 5), 32: (20, 6)})) == 16
+    assert crossover.crossing(forms({16: (1, 5), 32: (2, 6)})) == 33
+
+
+def test_contexts_between_measured_ones_are_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    crossover.expanded_from.cache_clear()
+    monkeypatch.setattr(crossover, "_crossings", lambda: {256: 16, 4096: 256})
+    assert [crossover.expanded_from(context) for context in (1, 256, 1024, 4096, 100_000)] == [16, 16, 64, 256, 256]
+    assert crossover.form(63, 1024) == "absorbed" and crossover.form(64, 1024) == "expanded"
+    crossover.expanded_from.cache_clear()
+
+
+def test_the_measured_crossings_are_read() -> None:
+    contexts = crossover._crossings()
+    assert len(contexts) > 1 and all(0 < tokens <= context + 1 for context, tokens in contexts.items())
+    assert crossover.form(1, 4096) == "absorbed" and crossover.form(4096, 4096) == "expanded"
