@@ -21,7 +21,7 @@ from pipeline.core.stage import StageContext  # noqa: E402
 from pipeline.engines.tensorrt.networks import name_of, networks  # noqa: E402
 from pipeline.models import deepseek_v3  # noqa: E402
 from pipeline.models.arch import Arch  # noqa: E402
-from tests._utils import random_checkpoint, serving  # noqa: E402, F401
+from tests._utils import fake_tensorrt, random_checkpoint, serving  # noqa: E402, F401
 from tests._utils.interpreted_runner import InterpretedRanks  # noqa: E402
 from tests._utils.run_stage import Notes  # noqa: E402
 
@@ -195,6 +195,29 @@ def test_what_engines_would_read_out_of_bounds_is_refused(engine, tokens, positi
         engine.step(torch.tensor(tokens), torch.tensor(positions), torch.tensor(pages))
 
 
+def test_the_runner_binds_what_engines_read_and_write(tmp_path, small, monkeypatch) -> None:
+    """The code that runs on a GPU, over doubles of TensorRT's API and of CUDA: addresses, shapes, caches in place, segments."""
+    code, words = importlib.import_module("tensorrt_runner"), ("engine.tensorrt.mtp=true", "engine.tensorrt.layers_per_engine=1")
+    info = engine_json(*words, arch=Arch.from_dir(small))
+    interpreters = fake_tensorrt.write_engines(tmp_path, info, small)
+    (tmp_path / "engine.json").write_text(json.dumps(info))
+    for name, value in fake_tensorrt.CUDA.items():
+        monkeypatch.setattr(code.torch.cuda, name, value)
+    monkeypatch.setattr(code, "DEVICE", "cpu")
+    monkeypatch.setattr(code, "_Graph", fake_tensorrt.Graph)
+    monkeypatch.setattr(code, "_library", lambda info: fake_tensorrt.FakeTensorrt(info, interpreters))
+    stats = serve(runtime().CompiledEngine.load(tmp_path), ((1, 3), (11, 4), (9, 2)), checkpoint=small)
+    assert stats.tokens == 9 and stats.drafted > 0
+
+
+def test_a_communicator_is_given_as_a_capsule() -> None:
+    import ctypes
+
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    assert pointer(importlib.import_module("tensorrt_runner")._capsule(4096), None) == 4096
+
+
 def test_a_machine_that_the_engines_do_not_cover_is_refused(tmp_path, monkeypatch) -> None:
     module, info = runtime(), engine_json()
     code = importlib.import_module("tensorrt_runner")
@@ -219,6 +242,18 @@ def test_a_machine_that_the_engines_do_not_cover_is_refused(tmp_path, monkeypatc
     cuda.device_count, cuda.get_device_capability = (lambda: 8), lambda device: (12, 0) if device < 7 else (9, 0)
     with pytest.raises(RuntimeError, match="NVIDIA H200 is SM90"):
         module.CompiledEngine.load(tmp_path)
+
+
+def test_what_engines_launch_from_python_is_registered_first(monkeypatch) -> None:
+    runtime()
+    code, known = importlib.import_module("tensorrt_runner"), []
+    host = {"moe_fp8_block": "plugins.moe_grouped_gemm.trt", "mla_decode": "plugins.mla_decode.trt"}
+    engines = {"a": {"plugins": {"host": host}}, "b": {"plugins": None}, "c": {}}
+    monkeypatch.setattr("plugins.trt_class.register_creator", lambda trt, plugin: known.append((trt, plugin.name)))
+    code.register_plugins("tensorrt", {"engines": engines})
+    assert known == [("tensorrt", "mla_decode"), ("tensorrt", "moe_fp8_block")]
+    with pytest.raises(RuntimeError, match=r"launch other from Python, but plugins\.other\.trt cannot be imported here"):
+        code.register_plugins("tensorrt", {"engines": {"a": {"plugins": {"host": {"other": "plugins.other.trt"}}}}})
 
 
 def test_the_repository_has_the_scheduler_over_this_runtime(tmp_path) -> None:

@@ -19,11 +19,12 @@ import torch
 from runner import Runner
 from torch import Tensor
 
-__all__ = ["TensorrtRunner", "check_machine"]
+__all__ = ["TensorrtRunner", "check_machine", "register_plugins"]
 
 DTYPES = {
     "FLOAT": torch.float32, "BF16": torch.bfloat16, "HALF": torch.float16, "INT32": torch.int32, "INT64": torch.int64,
 }  # fmt: skip
+DEVICE = "cuda:{}"
 LIBRARIES = {"tensorrt": ("tensorrt",), "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
 
 
@@ -34,14 +35,15 @@ class TensorrtRunner(Runner):
         check_machine(info)
         self._trt, self._rank = _library(info), rank
         torch.cuda.set_device(rank)
-        super().__init__(info, f"cuda:{rank}")
+        super().__init__(info, DEVICE.format(rank))
         self._logger = self._trt.Logger(self._trt.Logger.WARNING)
+        register_plugins(self._trt, info)
         self.runtime = self._trt.Runtime(self._logger)
         self.stream = torch.cuda.Stream()
         shape, dtype = (self.cache_rows, 1, info["max_seq_len"], info["latent_dim"]), getattr(torch, info["dtype"])
         layers = range(info["num_layers"] + self.drafts)
         self._caches = {f"cache.{number}": torch.zeros(shape, dtype=dtype, device=self.device) for number in layers}
-        self._weights = _load_weights(info, folder, rank)
+        self._weights = _load_weights(info, folder, rank, self.device)
         self._networks = {
             (form, draft): [_Network(self, folder, each) for each in _segments(info, form, rank, draft=draft)]
             for form in ("absorbed", "expanded") for draft in (False, True)
@@ -107,7 +109,7 @@ class _Network:
     """One engine and its execution context."""
 
     def __init__(self, runner: TensorrtRunner, folder: Path, facts: dict[str, Any]) -> None:
-        self._facts = facts
+        self._facts, self._device = facts, runner.device
         plan = (folder / facts["file"]).read_bytes()
         self._engine = runner.runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
@@ -124,7 +126,7 @@ class _Network:
         """Bind and start; outputs are new tensors, but caches are the inputs themselves."""
         for name, facts in self._facts["inputs"].items():
             value = feeds[facts.get("binds", name)]
-            if value.device.type == "cuda" and -1 in facts["shape"]:
+            if -1 in facts["shape"]:
                 self._must(self._context.set_input_shape(name, tuple(value.shape)), f"takes {name} of shape {list(value.shape)}")
             self._must(self._context.set_tensor_address(name, value.data_ptr()), f"binds {name}")
         outputs = {}
@@ -132,9 +134,8 @@ class _Network:
             if name.startswith("present."):
                 outputs[name] = feeds[facts.get("binds", name).replace("present", "cache")]
             else:
-                outputs[name] = torch.empty(
-                    tuple(self._context.get_tensor_shape(name)), dtype=DTYPES[facts["dtype"]], device="cuda"
-                )
+                shape = tuple(self._context.get_tensor_shape(name))
+                outputs[name] = torch.empty(shape, dtype=DTYPES[facts["dtype"]], device=self._device)
             self._must(self._context.set_tensor_address(name, outputs[name].data_ptr()), f"binds {name}")
         self._must(self._context.execute_async_v3(stream.cuda_stream), "runs")
         return outputs
@@ -174,12 +175,12 @@ def _segments(info: dict[str, Any], form: str, rank: int, *, draft: bool) -> lis
     return sorted(chosen, key=lambda each: each["first_layer"])
 
 
-def _load_weights(info: dict[str, Any], folder: Path, rank: int) -> dict[str, Tensor]:
+def _load_weights(info: dict[str, Any], folder: Path, rank: int, device: str) -> dict[str, Tensor]:
     """Weights that are inputs; empty where engines carry theirs."""
     from safetensors.torch import load_file
 
     file = f"weights/rank{rank}.safetensors"
-    return load_file(folder / file, device=f"cuda:{rank}") if file in info["weight_files"] else {}
+    return load_file(folder / file, device=device) if file in info["weight_files"] else {}
 
 
 def _capsule(pointer: int) -> Any:
@@ -187,6 +188,26 @@ def _capsule(pointer: int) -> Any:
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     return new(pointer, None, None)
+
+
+def register_plugins(trt: Any, info: dict[str, Any]) -> None:
+    """Make known to TensorRT what its engines launch from Python; kernels that lie in the engines need nothing.
+
+    Raises:
+        RuntimeError: the package that has it is not here.
+    """
+    modules: dict[str, str] = {}
+    for engine in info["engines"].values():
+        modules |= (engine.get("plugins") or {}).get("host", {})
+    for name, module in sorted(modules.items()):
+        try:
+            classes, declared = importlib.import_module("plugins.trt_class"), importlib.import_module(module).PLUGINS
+        except ImportError as error:
+            raise RuntimeError(
+                f"These engines launch {name} from Python, but {module} cannot be imported here ({error}): pip install "
+                "r1-pipeline, or build with engine.tensorrt.plugins=auto."
+            ) from error
+        classes.register_creator(trt, next(plugin for plugin in declared if plugin.name == name))
 
 
 def check_machine(info: dict[str, Any]) -> None:
