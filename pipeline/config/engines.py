@@ -20,6 +20,7 @@ PLUGINS = ("auto", "off")
 TENSORRT_LIBRARIES = ("auto", "tensorrt", "tensorrt_rtx")
 TENSORRT_WEIGHTS = ("embedded", "inputs", "refit")
 TENSORRT_MOE = ("auto", "dense", "dispatch", "layer")
+TENSORRT_PLUGINS = ("auto", "all", "off")
 TENSORRT_EXCHANGES = ("gather", "all_to_all")
 TENSORRT_PAYLOADS = ("bf16", "fp4")
 TRTLLM_BACKENDS = ("pytorch", "tensorrt")
@@ -126,9 +127,9 @@ class TensorrtEngineConfig:
     layer for BF16 experts."""
     moe_capacity: int = limited(0, least=0, most=MOST_TOKENS)
     """moe=dispatch: most tokens an expert takes in a step; more are left out and counted. 0: all."""
-    plugins: str = limited("auto", one_of=PLUGINS)
+    plugins: str = limited("auto", one_of=TENSORRT_PLUGINS)
     """auto: with tensorrt, kernels of plugins/ in place of native layers, where they take the GPU and the sizes; engine.json says
-    which, and why not the others."""
+    which, and why not the others. all: also those that are launched from Python, which needs this package where the engine runs."""
     exchange: str = limited("gather", one_of=TENSORRT_EXCHANGES)
     """Attention DP: gather brings all tokens to all ranks, all_to_all each to the ranks of its experts."""
     exchange_share: float = limited(1.0, above=0, most=1, hint="0.5 to 1 are usual")

@@ -18,7 +18,8 @@ PLUGIN = ("kernel.cu", "op.py", "reference.py", "trt.py")
 CODE = {
     "tensorrt": (
         "pipeline/models/deepseek_v3.py", "plugins/fused_qkv_a/reference.py", "plugins/nvrtc.py", "plugins/numerics.cuh",
-        "plugins/trt.py", *(f"plugins/{name}/{file}" for name in ("router_gemm", "topk_router") for file in PLUGIN),
+        "plugins/trt.py", "plugins/trt_class.py",
+        *(f"plugins/{name}/{file}" for name in ("router_gemm", "topk_router") for file in PLUGIN),
     ),
     "torch": ("plugins/topk_router/reference.py", "triton_repo/torch/1/runtime.py"),
     "vllm": ("pipeline/engines/trtllm/build.py",),

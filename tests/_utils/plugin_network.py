@@ -45,9 +45,10 @@ class NetworkWithPlugins:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def add_plugin(self, instance: tuple[Plugin, Sequence[Any], Mapping[str, Any]], aot: bool) -> PluginLayer:
+    def add_plugin(self, instance: tuple[Plugin, Sequence[Any], Mapping[str, Any]], aot: bool = False) -> PluginLayer:
         plugin, inputs, attributes = instance
-        assert aot and [tensor.dtype.name for tensor in inputs] == list(plugin.inputs.values())
+        assert aot == (plugin.kernel is not None)
+        assert [tensor.dtype.name for tensor in inputs] == list(plugin.inputs.values())
         shapes = plugin.shapes(sizes(plugin, [tuple(tensor.shape) for tensor in inputs]), **attributes)
         outputs = []
         for (output, dtype), shape in zip(plugin.outputs.items(), shapes, strict=True):
@@ -78,7 +79,7 @@ class NetworkWithPlugins:
         return [tensor for tensor in own if tensor.name not in self._made][index]
 
 
-def with_plugins(net: Graph, sm: int) -> Graph:
+def with_plugins(net: Graph, sm: int, *, host: bool = False) -> Graph:
     """The empty network, with plugins for one compute capability."""
-    net.plugins, net.definition = plugins.Plugins(sm), NetworkWithPlugins(net.trt, net.definition)
+    net.plugins, net.definition = plugins.Plugins(sm, host=host), NetworkWithPlugins(net.trt, net.definition)
     return net

@@ -136,6 +136,7 @@ def enqueued(case: dict[str, Any], plugin: Any) -> dict[str, Any]:
     import torch
 
     from plugins import trt_class
+    from tests._utils.plugin_inputs import filled
 
     registry = Registry()
     trt.get_plugin_registry, trt.DimsExprs = (lambda: registry), Dimensions
@@ -168,20 +169,6 @@ def at_address(pointer: int, shape: tuple[int, ...], dtype: Any) -> Any:
 
     count = math.prod(shape) * dtype.itemsize
     return torch.frombuffer((ctypes.c_uint8 * count).from_address(pointer), dtype=torch.uint8).view(dtype).view(*shape)
-
-
-def filled(values: list[int] | None, shape: list[int], kind: str) -> Any:
-    """Random numbers, or those of the case."""
-    import torch
-
-    from plugins.trt_class import DTYPES
-
-    if values is not None:
-        return torch.tensor(values, dtype=DTYPES[kind]).view(shape)
-    random = torch.Generator().manual_seed(len(shape))
-    if kind == "INT8":
-        return torch.randint(-128, 128, shape, dtype=torch.int8, generator=random)
-    return torch.randn(shape, generator=random).abs().clamp(0.01, 2).to(DTYPES[kind])
 
 
 class Numbers(list[Any]):

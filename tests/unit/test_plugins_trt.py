@@ -19,11 +19,12 @@ torch = pytest.importorskip("torch", reason="plugins are torch ops")
 
 from pipeline.core.errors import MissingToolError, StageError  # noqa: E402
 from plugins import nvrtc, trt  # noqa: E402
+from plugins.trt_class import DTYPES, _on, _view, compute  # noqa: E402
+from tests._utils.plugin_inputs import filled  # noqa: E402
 from tests._utils.tensorrt_bindings import stand_ins  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests" / "_utils" / "tensorrt_plugins.py"
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 ROUTING = {"n_group": 8, "topk_group": 4, "top_k": 8, "scale": 2.5, "norm_topk_prob": True}
 TAIL = [[7, 2112], [1536], [512], [4096, 64], [7], [7], [640, 576]]
 CASES: dict[str, tuple[str, list[list[int]], dict[str, Any]]] = {
@@ -56,7 +57,9 @@ HOST: dict[str, tuple[str, list[list[int]], dict[str, Any], dict[str, list[int]]
 """The same of those that are launched from the host, small, and the whole numbers that they are given."""
 DYNAMIC = {"logits", "x", "qkv", "positions", "slots", "cache"}
 """Inputs whose first dimension is the step's."""
-DTYPES = {"FLOAT": torch.float32, "BF16": BF16, "FP8": FP8, "INT32": torch.int32, "INT64": torch.int64}
+NUMBERS = {"positions": [4, 0, 9, 5, 1, 3, 2], "slots": [639, -1, 0, 5, 77, 3, 12]}
+"""Whole numbers that a case with such inputs is given."""
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use here")
 
 
 def plugin_of(name: str) -> trt.Plugin:
@@ -267,3 +270,65 @@ def test_the_digest_of_a_class_is_that_of_its_folder(tmp_path: Path) -> None:
     assert folder_digest(tmp_path, {"scale": 1.0}) == known != folder_digest(tmp_path, {"scale": 2.0})
     (tmp_path / "kernel.cu").write_text("b")
     assert folder_digest(tmp_path, {"scale": 1.0}) != known
+
+
+def tensors(name: str) -> list[torch.Tensor]:
+    plugin, shapes = plugin_of(name), (CASES.get(name) or HOST[name])[1]
+    values = NUMBERS | (HOST[name][3] if name in HOST else {})
+    return [filled(values.get(each), shape, kind) for (each, kind), shape in zip(plugin.inputs.items(), shapes, strict=True)]
+
+
+def places(name: str, inputs: dict[str, torch.Tensor], attributes: dict[str, Any]) -> list[torch.Tensor]:
+    """Where outputs belong, poisoned; those in place are their inputs."""
+    plugin = plugin_of(name)
+    shapes = plugin.shapes(trt.sizes(plugin, [tuple(each.shape) for each in inputs.values()]), **attributes)
+    kinds = (DTYPES[kind] for kind in plugin.outputs.values())
+    poisoned = [torch.full(shape, 99.0, device="cuda").to(kind) for shape, kind in zip(shapes, kinds, strict=True)]
+    return [inputs.get(plugin.aliases.get(output, ""), place) for output, place in zip(plugin.outputs, poisoned, strict=True)]
+
+
+def near(found: list[torch.Tensor], expected: Any) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours.dtype == torch.int32:
+            assert torch.equal(ours.cpu(), theirs)
+        torch.testing.assert_close(ours.cpu().float(), theirs.float(), rtol=2e-2, atol=2e-2 * float(theirs.float().abs().max()))
+
+
+@gpu
+@pytest.mark.parametrize(("name", "tactic"), [(name, tactic) for name in CASES for tactic in plugin_of(name).tactics or (0,)])
+def test_the_embedded_kernel_vs_reference(name: str, tactic: int) -> None:
+    """PTX through the driver with the arguments and the launch that TensorRT is told."""
+    plugin, attributes = plugin_of(name), CASES[name][2]
+    given = tensors(name)
+    inputs = {each: tensor.cuda() for each, tensor in zip(plugin.inputs, given, strict=True)}
+    outputs = places(name, inputs, attributes)
+    kernel = kernel_of(name, **({"tactic": tactic} if plugin.tactics else {}))
+    major, minor = torch.cuda.get_device_capability()
+    module = nvrtc.Module(trt.ptx(plugin, kernel, 10 * major + minor) + b"\0")
+    arguments = *inputs.values(), *kernel.numbers.values(), *outputs
+    module.launch(kernel.name, kernel.grid, kernel.threads, *arguments, shared=kernel.shared)
+    near(outputs, plugin.reference(*given, **attributes))
+
+
+@gpu
+@pytest.mark.parametrize("name", HOST)
+def test_the_host_s_launches_vs_reference(name: str) -> None:
+    """Over bare addresses, on a stream that torch does not know, and replayed from a CUDA graph over other inputs."""
+    plugin, attributes = plugin_of(name), HOST[name][2]
+    given = tensors(name)
+    inputs = {each: tensor.cuda() for each, tensor in zip(plugin.inputs, given, strict=True)}
+    outputs = places(name, inputs, attributes)
+    views = [[_view(each.data_ptr(), tuple(each.shape), each.dtype) for each in part] for part in (inputs.values(), outputs)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with _on(stream.cuda_stream):
+        compute(plugin, attributes, *views)
+    stream.synchronize()
+    near(outputs, plugin.reference(*given, **attributes))
+    graph, first = torch.cuda.CUDAGraph(), next(iter(inputs.values()))
+    with torch.cuda.graph(graph), _on(torch.cuda.current_stream().cuda_stream):
+        compute(plugin, attributes, *views)
+    first.copy_(first.flip(0))
+    graph.replay()
+    torch.cuda.synchronize()
+    near(outputs, plugin.reference(given[0].flip(0), *given[1:], **attributes))

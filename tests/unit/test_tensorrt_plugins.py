@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="plugins are torch ops")
 from pipeline.checkpoint import Checkpoint  # noqa: E402
 from pipeline.config.load import load as config  # noqa: E402
 from pipeline.engines.tensorrt import plugins, toolchain  # noqa: E402
-from pipeline.engines.tensorrt.builder import describe, fingerprint, listing  # noqa: E402
+from pipeline.engines.tensorrt.builder import describe, fingerprint  # noqa: E402
 from pipeline.engines.tensorrt.graph import Graph  # noqa: E402
 from pipeline.engines.tensorrt.interpreter import Interpreter, run_ranks  # noqa: E402
 from pipeline.engines.tensorrt.library import load  # noqa: E402
@@ -39,9 +39,16 @@ WIDE = {
 @pytest.fixture(autouse=True)
 def seam(monkeypatch: pytest.MonkeyPatch) -> None:
     """What only TensorRT and NVRTC do."""
-    monkeypatch.setattr(plugins, "_instance", lambda plugin, sm, inputs, attributes: (plugin, inputs, attributes))
+    monkeypatch.setattr(plugins, "_arguments", lambda trt, plugin, sm, *rest: ((plugin, *rest), *[True] * bool(plugin.kernel)))
     monkeypatch.setattr(plugins, "_built", lambda plugin, kernel, sm, attributes: f"digest of {plugin.name} for SM{sm}")
     monkeypatch.setattr(plugins, "compiler", lambda: "NVRTC 13.0")
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """With R1's latent of 512 + 64, and no experts."""
+    arch = WIDE | {"kv_lora_rank": 512, "first_k_dense_replace": 2}
+    return Checkpoint.open(random_checkpoint.write(tmp_path_factory.mktemp("latent"), arch))
 
 
 @pytest.fixture(scope="module")
@@ -56,24 +63,25 @@ def spec(checkpoint: Checkpoint, form: Any, **values: Any) -> Spec:
 
 def network(checkpoint: Checkpoint, what: Spec, scratch: Path, sm: int = 0, **options: Any) -> Graph:
     net = Graph(TRT, **options)
-    define(with_plugins(net, sm) if sm else net, what, Weights(checkpoint, scratch, what.dtype))
+    define(with_plugins(net, sm, host=what.host_plugins) if sm else net, what, Weights(checkpoint, scratch, what.dtype))
     return net
 
 
-def logits(checkpoint: Checkpoint, scratch: Path, sm: int, **values: Any) -> Any:
-    """A prompt of both forms, then a step."""
+def logits(checkpoint: Checkpoint, scratch: Path, sm: int, ranks: int = 1, **values: Any) -> Any:
+    """[R, B, S, V] of a prompt, then a step; all ranks have the same tokens."""
     specs: dict[str, Spec] = {
-        form: spec(checkpoint, form, max_tokens=count, **values) for form, count in (("expanded", 24), ("absorbed", 2))
-    }
+        f"{form}{rank}": spec(checkpoint, form, max_tokens=count, rank=rank, ranks=ranks, **values)
+        for rank in range(ranks) for form, count in (("expanded", 24), ("absorbed", 2))
+    }  # fmt: skip
     run = {name: Interpreter(network(checkpoint, what, scratch, sm)) for name, what in specs.items()}
     session = Session(specs, lambda names, feeds: run_ranks([run[name] for name in names], feeds), 2)
-    ids = np.random.default_rng(3).integers(3, checkpoint.arch.vocab_size, (1, 2, 13))
-    found = [session.step("expanded", ids[..., :12], np.zeros((1, 2), np.int64))[0]]
-    return np.concatenate([*found, session.step("absorbed", ids[..., 12:], np.full((1, 2), 12))[0]], axis=2)
+    ids = np.broadcast_to(np.random.default_rng(3).integers(3, checkpoint.arch.vocab_size, (2, 8)), (ranks, 2, 8))
+    found = [session.step("expanded", ids[..., :7], np.zeros((ranks, 2), np.int64))[0]]
+    return np.concatenate([*found, session.step("absorbed", ids[..., 7:], np.full((ranks, 2), 7))[0]], axis=2)
 
 
 def kinds(net: Graph) -> list[str]:
-    return [line.split("  ")[1] for line in listing(net).splitlines()]
+    return [net.definition.get_layer(index).type.name for index in range(net.definition.num_layers)]
 
 
 def test_the_model_computes_the_same_with_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +112,40 @@ def test_one_kernel_stands_for_the_routing_layers(tmp_path: Path, wide: Checkpoi
     native, ours = (kinds(network(wide, spec(wide, "absorbed", max_tokens=2), tmp_path, sm)) for sm in (0, 90))
     assert native.count("TOPK") == 3 and ours.count("TOPK") == 0 and ours.count("PLUGIN_V3") == 2
     assert len(native) - len(ours) > 20
+
+
+def test_the_host_s_attention_reads_the_cache_as_tensorrt_s_does(tmp_path: Path, latent: Checkpoint) -> None:
+    """Of layers without experts, so that no rounding moves a choice."""
+    asked = {"max_seq_len": 64, "host_plugins": True}
+    decode = network(latent, spec(latent, "absorbed", max_tokens=2, **asked), tmp_path, 90)
+    assert decode.plugins is not None and [*map(len, decode.plugins.used.values())] == [2] and decode.plugins.native == {}
+    assert "ATTENTION_OUTPUT" not in kinds(decode)
+    native, ours = (logits(latent, tmp_path, sm, **asked) for sm in (0, 90))
+    assert np.array_equal(ours[:, :, :-1], native[:, :, :-1])  # of the expanded form
+    assert 0 < np.abs(ours[:, :, -1] - native[:, :, -1]).max() < 0.02 * np.abs(native).max()
+
+
+def test_the_host_s_experts_take_fp8_blocks_as_they_are_stored(tmp_path: Path, wide: Checkpoint) -> None:
+    """Their activations are rounded to FP8, too, as DeepSeek's are, which TensorRT's layers do not."""
+    decode = network(wide, spec(wide, "absorbed", max_tokens=2, host_plugins=True), tmp_path, 90)
+    assert decode.plugins is not None and "moe_fp8_block" in decode.plugins.used and "ONE_HOT" not in kinds(decode)
+    assert decode.plugins.plain()["host"] == {"moe_fp8_block": "plugins.moe_grouped_gemm.trt"}
+    sizes = "the kernel takes rows of 576 with 512 values, 64 at a time, not 32 of 192 with 128"
+    assert decode.plugins.native == {"mla_decode": sizes}
+    native, ours = (logits(wide, tmp_path, sm, host_plugins=True) for sm in (0, 90))
+    assert 0 < np.abs(ours - native).max() < 0.05 * np.abs(native).max()
+
+
+def test_ranks_add_what_their_own_experts_give(tmp_path: Path, wide: Checkpoint) -> None:
+    one, two = (logits(wide, tmp_path, 90, ranks=ranks, host_plugins=True) for ranks in (1, 2))
+    assert np.abs(two - one).max() < 0.02 * np.abs(one).max()
+
+
+def test_the_host_s_ops_are_for_hopper_alone(tmp_path: Path, latent: Checkpoint, wide: Checkpoint) -> None:
+    for checkpoint, name in ((latent, "mla_decode"), (wide, "moe_fp8_block")):
+        what = spec(checkpoint, "absorbed", max_tokens=2, max_seq_len=64, host_plugins=True)
+        found = network(checkpoint, what, tmp_path, 100).plugins
+        assert found is not None and found.native[name] == "the kernel is for SM90 alone, not SM100"
 
 
 def test_native_layers_do_the_work_on_a_chip_that_a_plugin_does_not_cover(tmp_path: Path, wide: Checkpoint) -> None:
@@ -144,7 +186,8 @@ def test_weights_that_are_inputs_have_one_type_each(tmp_path: Path, wide: Checkp
 
 
 @pytest.mark.parametrize(("arguments", "sm"), [
-    (["+hw=h200"], 90), (["+hw=b200"], 100), (["+hw=h200", "engine.tensorrt.plugins=off"], 0), (["+hw=rtx_pro_6000"], 0),
+    (["+hw=h200"], 90), (["+hw=b200", "engine.tensorrt.plugins=all"], 100), (["+hw=h200", "engine.tensorrt.plugins=off"], 0),
+    (["+hw=rtx_pro_6000"], 0),
 ])  # fmt: skip
 def test_tensorrt_has_plugins_and_tensorrt_rtx_has_none(arguments: list[str], sm: int) -> None:
     asked = config([*arguments, "engine=tensorrt"])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.core.stage import Determinism
 
-__all__ = ["determinism", "requires", "toolchain"]
+__all__ = ["code", "determinism", "requires", "toolchain"]
 
 
 def toolchain(config: Config) -> dict[str, str]:
@@ -26,9 +26,15 @@ def toolchain(config: Config) -> dict[str, str]:
     library, targets = resolve(config)
     found = {library: installed_version(library) or "not installed", "targets": " ".join(f"SM{sm}" for sm in targets)}
     assert config.engine.tensorrt is not None
-    if library == "tensorrt" and config.engine.tensorrt.plugins == "auto":
+    if library == "tensorrt" and config.engine.tensorrt.plugins != "off":
         found["plugins"] = compiler() or "no compiler"
     return found
+
+
+def code(config: Config) -> tuple[str, ...]:
+    """Ops that are launched from the host are code of the engine."""
+    assert config.engine.tensorrt is not None
+    return ("plugins",) if config.engine.tensorrt.plugins == "all" else ()
 
 
 def requires(config: Config) -> None:

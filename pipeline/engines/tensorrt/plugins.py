@@ -1,12 +1,15 @@
 """Kernels of ours in the network, in place of native layers: where TensorRT takes plugins (`tensorrt`, not `tensorrt_rtx`).
 
-    topk_router   the choice of experts: one kernel for some twenty layers
-    router_gemm   the router's product in BF16 without casts to float32, in networks of up to 64 tokens a step
+    topk_router     the choice of experts: one kernel for some twenty layers
+    router_gemm     the router's product in BF16 without casts to float32, in networks of up to 64 tokens a step
+    mla_decode      latent attention of decoding, which TensorRT takes apart: of heads of 576 it has no fused kernel (SM90)
+    moe_fp8_block   routed experts in FP8 blocks as they are, which TensorRT would widen, each on every token (SM90)
 
-These lie in the engine itself, so nothing has to be installed where it runs, and save launches in every layer with experts. Of
-what else `plugins/*/trt.py` declare, no network here takes the latent write (its output in place is a preview feature of TensorRT)
-or the quantiser to FP8 in groups (no product of TensorRT takes it). Where a plugin does not cover the chip or the sizes, native
-layers do its work, and `engine.json` says why.
+`engine.tensorrt.plugins=auto` takes the first two: they lie in the engine itself, so nothing has to be installed where it runs, and
+save launches in every layer with experts. `all` takes the others, too; they are launched from Python, by this package, wherever
+the engine is built or runs. Of what else `plugins/*/trt.py` declare, no network takes the latent write (its output in place is a
+preview feature of TensorRT), the quantisers (no product of TensorRT takes FP8 in groups, its cache no FP8) or packed prefill.
+Where a plugin does not cover the chip or the sizes, native layers do its work, and `engine.json` says why.
 
 Not run: an engine with plugins was neither built nor run; the interpreter computes them by their reference.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +27,7 @@ import numpy as np
 
 from pipeline.core.errors import MissingToolError
 from pipeline.formats.numerics import BF16, E4M3, Array
+from pipeline.share import code_root
 
 if TYPE_CHECKING:
     from pipeline.engines.tensorrt.definition import Definition, Tensor
@@ -32,6 +37,8 @@ __all__ = ["LAYER", "Plugins", "compiler", "declared", "interpreted", "offered"]
 
 LAYER = "PLUGIN_V3"
 """LayerType of a plugin."""
+HOST = {"mla_decode": "mla_decode", "moe_fp8_block": "moe_grouped_gemm"}
+"""Those that are launched from the host, and their folders."""
 
 
 @cache
@@ -40,7 +47,8 @@ def declared() -> dict[str, Plugin]:
     from plugins.router_gemm.trt import PLUGINS as PRODUCTS
     from plugins.topk_router.trt import PLUGINS as ROUTERS
 
-    return {plugin.name: plugin for plugin in (*ROUTERS, *PRODUCTS)}
+    others = (plugin for folder in HOST.values() for plugin in import_module(f"plugins.{folder}.trt").PLUGINS)
+    return {plugin.name: plugin for plugin in (*ROUTERS, *PRODUCTS, *others)}
 
 
 def compiler() -> str:
@@ -56,8 +64,9 @@ def compiler() -> str:
 class Plugins:
     """Those of one network, for one compute capability."""
 
-    def __init__(self, sm: int) -> None:
-        self.sm = sm
+    def __init__(self, sm: int, *, host: bool = False) -> None:
+        """`host`: also those that are launched from there."""
+        self.sm, self._host = sm, host
         self.used: dict[str, list[str]] = {}
         """Plugin -> the digest of each of its layers' kernels."""
         self.native: dict[str, str] = {}
@@ -65,6 +74,8 @@ class Plugins:
 
     def offer(self, net: Definition, name: str, shapes: Sequence[Sequence[int]], attributes: Mapping[str, Any]) -> Any:
         """See `offered`."""
+        if name in HOST and not self._host:
+            return None
         why = self._lacks() or self._refusal(name, shapes, attributes)
         if why:
             self.native[name] = why
@@ -72,7 +83,8 @@ class Plugins:
         from plugins.trt import sizes
 
         plugin = declared()[name]
-        digest = _built(plugin, plugin.kernel(sizes(plugin, shapes), **attributes), self.sm, attributes)
+        kernel = plugin.kernel(sizes(plugin, shapes), **attributes) if plugin.kernel else None
+        digest = _built(plugin, kernel, self.sm, attributes)
         return partial(self._layer, net, plugin, attributes, digest)
 
     def _lacks(self) -> str:
@@ -89,7 +101,7 @@ class Plugins:
     def _layer(self, net: Definition, plugin: Plugin, attributes: Mapping[str, Any], digest: str, *inputs: Tensor) -> list[Tensor]:
         from plugins.trt import call
 
-        layer = net.layer("add_plugin", _instance(plugin, self.sm, inputs, attributes), True)
+        layer = net.layer("add_plugin", *_arguments(net.trt, plugin, self.sm, inputs, attributes))
         layer.metadata = call(plugin, attributes, digest)
         self.used.setdefault(plugin.name, []).append(digest)
         return [net.checked(layer, index) for index in range(len(plugin.outputs))]
@@ -97,7 +109,8 @@ class Plugins:
     def plain(self) -> dict[str, Any]:
         """For a report."""
         used = {name: {"layers": len(known), "digests": sorted(set(known))} for name, known in sorted(self.used.items())}
-        return {"sm": self.sm, "compiler": compiler(), "used": used, "native": dict(sorted(self.native.items()))}
+        host = {name: f"plugins.{HOST[name]}.trt" for name in used if name in HOST}
+        return {"sm": self.sm, "compiler": compiler(), "used": used, "host": host, "native": dict(sorted(self.native.items()))}
 
 
 def offered(net: Definition, name: str, shapes: Sequence[Sequence[int]], **attributes: Any) -> Callable[..., list[Tensor]] | None:
@@ -105,19 +118,27 @@ def offered(net: Definition, name: str, shapes: Sequence[Sequence[int]], **attri
     return net.plugins.offer(net, name, shapes, attributes) if net.plugins else None
 
 
-def _built(plugin: Plugin, kernel: Kernel, sm: int, attributes: Mapping[str, Any]) -> str:
-    """Its digest, once it is known to compile: TensorRT asks for the kernel where an error could not be told."""
+def _built(plugin: Plugin, kernel: Kernel | None, sm: int, attributes: Mapping[str, Any]) -> str:
+    """Its digest; an embedded kernel is compiled here first, as TensorRT asks for it where an error could not be told."""
     from plugins.trt import digest, ptx
 
+    if kernel is None:
+        from plugins.trt_class import folder_digest
+
+        return folder_digest(code_root() / "plugins" / HOST[plugin.name], attributes)
     ptx(plugin, kernel, sm)
     return digest(plugin, kernel, sm, attributes)
 
 
-def _instance(plugin: Plugin, sm: int, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Any:
+def _arguments(trt: Any, plugin: Plugin, sm: int, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> tuple[Any, ...]:
     """What `INetworkDefinition.add_plugin` takes."""
+    if plugin.kernel is None:
+        from plugins.trt_class import instance
+
+        return (instance(trt, plugin, attributes)(*inputs),)
     from plugins.trt import register
 
-    return register(plugin, sm)(*inputs, **attributes)
+    return register(plugin, sm)(*inputs, **attributes), True
 
 
 def interpreted(metadata: str, inputs: Sequence[Array]) -> tuple[Array, ...]:

@@ -63,9 +63,21 @@ class Weights:
         self.used["bf16"] += mine.size
         return Named(entry.name, mine)
 
-    def experts(self, prefix: str, numbers: Sequence[int]) -> Iterator[Stored]:
+    def format_of_experts(self, prefix: str, numbers: Sequence[int]) -> str:
+        """As the engine holds them."""
+        stored = self._as_stored(self._entries[f"{prefix}.experts.{numbers[0]}.gate_proj.weight"])
+        return stored.format if stored else "bf16"
+
+    def gate_up(self, prefix: str, numbers: Sequence[int]) -> Stored:
+        """Each expert's gate above its up, [E, 2 I, H]."""
+        names = (f"{prefix}.experts.{number}.{kind}_proj.weight" for number in numbers for kind in ("gate", "up"))
+        halves = self._counted(self._stack(f"{prefix}.experts.gate_up_proj", [self._native(self._entries[name]) for name in names]))
+        leaves = {leaf: value.reshape(len(numbers), -1, value.shape[2]) for leaf, value in halves.tensors.items()}
+        return Stored(halves.name, halves.format, leaves, leaves["weight"].shape)
+
+    def experts(self, prefix: str, numbers: Sequence[int], kinds: Sequence[str] = ("gate", "up", "down")) -> Iterator[Stored]:
         """Gate, up and down of the experts `numbers`, each one stack."""
-        for kind in ("gate", "up", "down"):
+        for kind in kinds:
             parts = [self._native(self._entries[f"{prefix}.experts.{number}.{kind}_proj.weight"]) for number in numbers]
             yield self._counted(self._stack(f"{prefix}.experts.{kind}_proj", parts))
 

@@ -44,7 +44,7 @@ def network(
     """The network of a `Spec.plain()` table, with its weights. With `external` ones alike segments give the same network."""
     spec = Spec(arch=checkpoint.arch, **table)
     net = Graph(load(library), external_weights=external, first_layer=spec.first_layer if external else 0)
-    net.plugins = Plugins(spec.plugins_for) if spec.plugins_for else None
+    net.plugins = Plugins(spec.plugins_for, host=spec.host_plugins) if spec.plugins_for else None
     weights = Weights(checkpoint, scratch, spec.dtype, values=values)
     define(net, spec, weights)
     return net, weights

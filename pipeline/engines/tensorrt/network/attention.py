@@ -13,6 +13,7 @@ from pipeline.engines.tensorrt.graph import Graph, Tensor
 from pipeline.engines.tensorrt.network.linear import Named, Stored, linear
 from pipeline.engines.tensorrt.network.norm import rms_norm
 from pipeline.engines.tensorrt.network.spec import Spec
+from pipeline.engines.tensorrt.plugins import offered
 from pipeline.engines.tensorrt.weights import Weights
 
 __all__ = ["Where", "attention", "rope_tables"]
@@ -85,10 +86,23 @@ def _absorbed(net: Graph, spec: Spec, q_nope: Tensor, q_rope: Tensor, cache: Ten
     arch = spec.arch
     w_uk, w_uv = np.split(kv_b.value[None], [arch.qk_nope_head_dim], axis=2)
     query = net.concat([net.matmul(q_nope, net.constant(w_uk, f"{kv_b.name}.uk")), q_rope], 3)
+    if out := _one_kernel(net, spec, query, cache, at):
+        return net.matmul(out, net.constant(w_uv, f"{kv_b.name}.uv"), transpose=True)
     folded = net.reshape(_scaled(net, spec, query), (0, 1, -1, arch.latent_dim), before=(0, 2, 1, 3))
     out = net.attention(folded, cache, cache, lengths=at.lengths if at.mask is None else None, mask=at.mask)
     out = net.last(net.reshape(out, (0, -1, spec.heads, arch.latent_dim), after=(0, 2, 1, 3)), 0, arch.kv_lora_rank)
     return net.matmul(out, net.constant(w_uv, f"{kv_b.name}.uv"), transpose=True)
+
+
+def _one_kernel(net: Graph, spec: Spec, query: Tensor, cache: Tensor, at: Where) -> Tensor | None:
+    """[B, A, S, D] -> [B, A, S, L] by a plugin, which scales queries itself, and lets each see what came before it."""
+    arch = spec.arch
+    if spec.dtype != "bfloat16":
+        return None
+    shapes = (-1, -1, spec.heads, arch.latent_dim), tuple(cache.shape), (-1,)
+    attributes = {"scale": float(arch.softmax_scale), "latent": arch.kv_lora_rank, "kv_scale": 1.0}
+    made = offered(net, "mla_decode", shapes, **attributes)
+    return net.transpose(made(net.transpose(query, (0, 2, 1, 3)), cache, at.lengths)[0], (0, 2, 1, 3)) if made else None
 
 
 def _expanded(net: Graph, spec: Spec, q_nope: Tensor, q_rope: Tensor, cache: Tensor, kv_b: Named, at: Where) -> Tensor:

@@ -35,6 +35,8 @@ def moe(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor, droppe
 
     def experts(tokens: Tensor, indices: Tensor, shares: Tensor) -> Tensor:
         with net.scope("experts"):
+            if ours := _one_call(net, spec, weights, prefix, tokens, indices, shares):
+                return ours
             return lowering(net, spec, weights, prefix, tokens, indices, shares, dropped)
 
     scale = _travel_scale(net, spec, weights, prefix)
@@ -104,6 +106,23 @@ def _own(net: Graph, spec: Spec, indices: Tensor) -> tuple[Tensor, Tensor]:
     local = net.sub(indices, net.scalar(spec.experts.start, indices))
     here = net.both(net.less(net.scalar(-1, local), local), net.less(local, net.scalar(count, local)))
     return here, net.select(here, local, net.scalar(count, local))
+
+
+def _one_call(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor, indices: Tensor, shares: Tensor) -> Tensor | None:
+    """The same by a plugin, on experts in FP8 blocks as they are stored; choices of other ranks' experts add nothing."""
+    if spec.dtype != "bfloat16" or weights.format_of_experts(prefix, spec.experts) != "fp8_block":
+        return None
+    count, hidden, width = len(spec.experts), spec.arch.hidden_size, spec.arch.moe_intermediate_size
+    routed, both = (-1, spec.arch.num_experts_per_tok), (count, 2 * width, hidden)
+    down = count, hidden, width
+    scales = [(count, -(-rows // 128), -(-columns // 128)) for _, rows, columns in (both, down)]
+    shapes = (-1, hidden), routed, routed, both, scales[0], down, scales[1]
+    made = offered(net, "moe_fp8_block", shapes, first_expert=spec.experts.start)
+    if made is None:
+        return None
+    parts = (weights.gate_up(prefix, spec.experts), next(weights.experts(prefix, spec.experts, ("down",))))
+    leaves = [net.constant(part.tensors[leaf], f"{part.name}.{leaf}") for part in parts for leaf in ("weight", "weight_scale_inv")]
+    return made(x, indices, shares, *leaves)[0]
 
 
 def _dense(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor, indices: Tensor, shares: Tensor,

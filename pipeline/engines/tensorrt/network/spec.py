@@ -59,6 +59,8 @@ class Spec:
 
     plugins_for: int = 0
     """Compute capability, x10, of the plugins that stand for native layers; 0: none do."""
+    host_plugins: bool = False
+    """Whether those that are launched from the host may, too."""
 
     @property
     def embeds(self) -> bool:

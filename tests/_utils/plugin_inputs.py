@@ -1,0 +1,19 @@
+"""Inputs of a plugin: random numbers, or those that a case gives."""
+
+from __future__ import annotations
+
+import torch
+
+from plugins.trt_class import DTYPES
+
+__all__ = ["filled"]
+
+
+def filled(values: list[int] | None, shape: list[int], kind: str) -> torch.Tensor:
+    """A tensor of one of TensorRT's types; the same numbers for the same shape."""
+    if values is not None:
+        return torch.tensor(values, dtype=DTYPES[kind]).view(shape)
+    random = torch.Generator().manual_seed(len(shape))
+    if kind == "INT8":
+        return torch.randint(-128, 128, shape, dtype=torch.int8, generator=random)
+    return torch.randn(shape, generator=random).abs().clamp(0.01, 2).to(DTYPES[kind])
