@@ -5,10 +5,11 @@
 
 COLLECTIVES and BLOCK are files of scripts/bench_collectives.py and scripts/bench_block.py. Predicted is what the speed model takes
 for one collective under attention DP: its latency, and the bytes that a rank receives over the calibrated share of the link. That
-share and latency were fitted to whole serving runs, where ranks wait for one another, quantise and unpack within them; here no
+share and latency were fitted to whole serving runs, where ranks wait for one another, quantise and unpack within them; alone, no
 rank is late. So beside each kind stands what a straight line through its measured times says: microseconds at zero bytes, and
 GB/s. (Held at the measured share, 0.45, the fit predicts runs that it has not seen no better, 3.6 % either way: what packing costs
-then moves to other terms.) A layer is a step's terms without the host's and the head, over the layers. All is R1 in FP8.
+then moves to other terms.) A layer is a step's terms without the host's and the head, over the layers; what its collectives take
+in place is the time without them less. All is R1 in FP8.
 """
 
 from __future__ import annotations
@@ -79,11 +80,16 @@ def kinds(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def layers(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The fastest measured variant of each layout at each number of tokens, and its prediction."""
+    """The fastest measured variant of each layout at each number of tokens, and its prediction; `exchange_us` is what collectives
+    take in it: the time without them less."""
     best: dict[tuple[int, str], Mapping[str, Any]] = {}
-    for row in filter(lambda row: row["exchange"], measured["rows"]):
+    silent: dict[tuple[int, str], float] = {}
+    for row in measured["rows"]:
         key = row["tokens"], row["layout"]
-        best[key] = min(best.get(key, row), row, key=lambda one: one["us"])
+        if row["exchange"]:
+            best[key] = min(best.get(key, row), row, key=lambda one: one["us"])
+        else:
+            silent[key] = min(silent.get(key, row["us"]), row["us"])
     found = []
     for (tokens, layout), row in best.items():
         adp, ep = layout.startswith("ADP"), measured["ranks"] if "EP" in layout else 1
@@ -93,7 +99,8 @@ def layers(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
         terms["dense"] = terms["dense"] - tokens / (measured["ranks"] if adp else 1) * cols.shard.head_s / e["dense_flops"]
         parts = {name: round(float(terms[name][0]) * 1e6 / case.arch.num_hidden_layers, 1) for name in LAYER}
         us, predicted = row["us"], round(sum(parts.values()), 1)
-        beside = {"predicted_us": predicted, "ratio": round(predicted / us, 3), "terms": parts}
+        exchange = round(us - silent[tokens, layout], 1) if (tokens, layout) in silent else None
+        beside = {"predicted_us": predicted, "ratio": round(predicted / us, 3), "exchange_us": exchange, "terms": parts}
         found.append({"tokens": tokens, "layout": layout, "us": us, **beside})
     return found
 
@@ -121,7 +128,9 @@ def table(result: Mapping[str, Any]) -> list[str]:
         lines.append(f"{name}; predicted/measured {ratios} (fewest tokens, median, most)")
     for row in result.get("layers", ()):
         name = f"one layer, {row['tokens']:4d} tokens, {row['layout']:9s}"
-        lines.append(f"{name} {row['us']:8.1f} us, predicted {row['predicted_us']:8.1f} ({row['ratio']:.2f})")
+        line = f"{name} {row['us']:8.1f} us, predicted {row['predicted_us']:8.1f} ({row['ratio']:.2f})"
+        share = row["terms"]["collective_latency"] + row["terms"]["collective_transfer"]
+        lines.append(line + (f"; of it collectives {row['exchange_us']}, predicted {share:.1f}" if row["exchange_us"] else ""))
     return lines
 
 

@@ -41,3 +41,6 @@ def test_the_faster_layout_is_the_measured_one() -> None:
         apart, narrow = rows[tokens, "ADP2+EP2"], rows[tokens, "TP2"]
         assert (apart["us"] < narrow["us"]) == (apart["predicted_us"] < narrow["predicted_us"]) == (tokens >= 256), tokens
     assert all(0.6 < row["ratio"] < 1.7 for row in rows.values())
+    for row in (row for (_, layout), row in rows.items() if layout == "ADP2+EP2"):
+        share = row["terms"]["collective_latency"] + row["terms"]["collective_transfer"]
+        assert 0.6 < share / row["exchange_us"] < 1.6, row
