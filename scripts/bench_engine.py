@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Decode speed of the compiled torch engine beside its peers and the memory limit, in one run.
 
-    python scripts/bench_engine.py [--engine DIR] [--quick] [--json FILE]
+    python scripts/bench_engine.py [--engine DIR] [--beside DIR] [--quick] [--json FILE]
 
 For each batch size, one decode step at a context of 128 tokens, median of many, in microseconds:
   ours          the engine folder (default .pipeline/latest/engine, made by `python -m pipeline engine +hw=cpu`)
+  beside        another engine of the same model, such as one with engine.torch.plugins=off
   eager         the same graph, not compiled
   transformers  DeepseekV3ForCausalLM with its own KV cache on the same dequantised weights
   limit         bytes of the weights that the step must read / read bandwidth measured here
@@ -48,12 +49,14 @@ def main() -> int:
     warnings.simplefilter("ignore", FutureWarning)  # transformers renames arguments between releases
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", type=Path, default=Path(".pipeline/latest/engine"))
+    parser.add_argument("--beside", type=Path, help="another engine of the same model")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions: under 50 s on 2 cores")
     parser.add_argument("--json", type=Path, help="write the rows and the environment here")
     options = parser.parse_args()
-    if not (options.engine / "engine.json").is_file():
-        sys.exit(f"{options.engine} holds no engine: build one with `python -m pipeline engine +hw=cpu`, or give --engine DIR.")
-    result = measure(options.engine, seconds=0.5 if options.quick else 4.0)
+    for folder in filter(None, (options.engine, options.beside)):
+        if not (folder / "engine.json").is_file():
+            sys.exit(f"{folder} holds no engine: build one with `python -m pipeline engine +hw=cpu`, or give --engine DIR.")
+    result = measure(options.engine, options.beside, seconds=0.5 if options.quick else 4.0)
     print("\n".join(table(result)))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -61,13 +64,15 @@ def main() -> int:
 
 
 @torch.inference_mode()
-def measure(folder: Path, seconds: float) -> dict[str, Any]:
+def measure(folder: Path, beside: Path | None, seconds: float) -> dict[str, Any]:
     """All rows; `seconds` is the time spent on each number."""
     engine = CompiledEngine.load(folder)
     torch.set_num_threads(engine.threads)
     arch = Arch.from_dir(CHECKPOINT)
     prompt = torch.randint(3, arch.vocab_size, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
-    decoders = {"ours": step_ours(engine), "eager": step_eager(folder, engine.info)}
+    decoders = {"ours": engine.step, "eager": step_eager(folder, engine.info)}
+    if beside:
+        decoders["beside"] = CompiledEngine.load(beside).step
     peer = load_transformers(engine.device, getattr(torch, engine.info["dtype"]))
     texts = {name: greedy(step, prompt) for name, step in decoders.items()} | {"transformers": greedy_transformers(peer, prompt)}
     agreement = statistics.mean(len(set(tokens)) == 1 for tokens in zip(*texts.values(), strict=True))
@@ -83,11 +88,6 @@ def measure(folder: Path, seconds: float) -> dict[str, Any]:
 
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def step_ours(engine: CompiledEngine) -> Step:
-    """The compiled engine."""
-    return engine.step
 
 
 def step_eager(folder: Path, info: dict[str, Any]) -> Step:
@@ -209,6 +209,7 @@ def environment(engine: CompiledEngine) -> dict[str, Any]:
     device = torch.cuda.get_device_name() if engine.device.type == "cuda" else cpu
     return {
         "device": device, "threads": engine.threads, "dtype": engine.info["dtype"], "compiler": engine.info["compiler"],
+        "plugins": engine.info["plugins"]["taken"],
         "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
     }  # fmt: skip
 
@@ -221,10 +222,11 @@ def table(result: dict[str, Any]) -> list[str]:
         f"greedy tokens equal: {100 * result['greedy_agreement']:.0f} %; read bandwidth {result['read_bandwidth'] / 1e9:.1f} GB/s",
         f"microseconds a decode step at {result['context']} tokens of context",
         "",
-        f"{'batch':>5} {'ours':>9} {'eager':>9} {'transformers':>13} {'limit':>9} {'ours tok/s':>11}",
+        f"{'batch':>5} {'ours':>9} {'beside':>9} {'eager':>9} {'transformers':>13} {'limit':>9} {'ours tok/s':>11}",
     ]
     for row in result["rows"]:
-        times = f"{row['ours_us']:>9.0f} {row['eager_us']:>9.0f} {row['transformers_us']:>13.0f} {row['limit_us']:>9.0f}"
+        beside = f"{row['beside_us']:>9.0f}" if "beside_us" in row else f"{'-':>9}"
+        times = f"{row['ours_us']:>9.0f} {beside} {row['eager_us']:>9.0f} {row['transformers_us']:>13.0f} {row['limit_us']:>9.0f}"
         lines.append(f"{row['batch']:>5} {times} {1e6 * row['batch'] / row['ours_us']:>11.0f}")
     return lines
 

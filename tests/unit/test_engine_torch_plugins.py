@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,16 @@ def test_a_graph_of_plugins_can_be_recorded(folder, form: Form) -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "DEVICE", "cpu")
+    """Kernels are asked about tensors that seem to lie on such a GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    plain = choose.blank
+
+    def blank(*shape: int, device: str = "cuda:0") -> Tensor:
+        with FakeTensorMode() if device == "cuda:0" else nullcontext():
+            return plain(*shape, device=device)
+
+    monkeypatch.setattr(choose, "blank", blank)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
 

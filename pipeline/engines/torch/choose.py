@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["choose"]
 
-DEVICE = "cuda"
-"""Of the tensors that kernels are asked about."""
-
 
 def choose(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str, Any]:
     """engine.json's `plugins`: `taken`, `left` (name -> why) and `experts`, the format in which routed experts stay, if any."""
@@ -54,9 +51,9 @@ def formats(source: Path, arch: Arch) -> dict[str, set[str]]:
     return found
 
 
-def blank(*shape: int, device: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def blank(*shape: int, device: str = "cuda") -> Tensor:
     """A tensor to ask about."""
-    return torch.empty(shape, dtype=dtype, device=device or DEVICE)
+    return torch.empty(shape, dtype=torch.bfloat16, device=device)
 
 
 def why_no_fused_qkv_a(arch: Arch, settings: TorchEngineConfig, stored: dict[str, set[str]]) -> str:

@@ -3,6 +3,9 @@
 Three steps that between them use both forms, all page sizes of rows, padding, and the cache that the step before wrote.
 The figure is the norm of the difference over the norm of the logits. Compiled float32 lies at 1e-6; in bfloat16 a token
 may be routed to another expert when two score alike, which no summation order can avoid, so its limit is wide.
+
+Plugins compile their kernels at first use, some for a number of tokens: on CUDA every class of step is run once, so that the
+folder that the engine carries (`$R1_PIPELINE_CACHE`, set by the build) has them all.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.engines.torch.export import load_decoder, new_caches
 
-__all__ = ["LIMITS", "compare", "import_runtime", "steps"]
+__all__ = ["LIMITS", "compare", "import_runtime", "steps", "warm"]
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.15}
 
@@ -55,9 +59,11 @@ def steps(info: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
 @torch.inference_mode()
 def compare(folder: Path, runtime: Path) -> list[float]:
     """Relative error of each step."""
-    engine = import_runtime(runtime).CompiledEngine.load(folder)
+    device = json.loads((folder / "engine.json").read_text(encoding="utf-8"))["device"]
+    weights = load_file(folder / "weights.safetensors", device=device)
+    engine = import_runtime(runtime).CompiledEngine.load(folder, weights)
     info = engine.info
-    decoders = {form: load_decoder(folder, form) for form in info["forms"]}
+    decoders = {form: load_decoder(folder, form, weights) for form in info["forms"]}
     caches, errors = new_caches(info), []
     for tokens, positions, pages in steps(info):
         compiled = engine.step(tokens, positions, pages).double()
@@ -65,7 +71,25 @@ def compare(folder: Path, runtime: Path) -> list[float]:
         inputs = (value.to(info["device"]) for value in (tokens, positions, pages))
         eager = decoders["expanded" if long else "absorbed"](*inputs, caches).double()
         errors.append(((compiled - eager).norm() / eager.norm()).item())
+    if info["device"] == "cuda" and info["plugins"]["taken"]:
+        warm(engine)
     return errors
+
+
+def warm(engine: Any) -> None:
+    """Prefill and decode steps of every power of two, and of one more."""
+    info = engine.info
+    table = torch.arange(1, info["num_pages"]).view(info["max_batch_size"], -1)
+
+    def sizes(most: int) -> list[int]:
+        powers = [1 << k for k in range(most.bit_length())]
+        return sorted({min(size, most) for power in powers for size in (power, power + 1)})
+
+    for length in sizes(info["prefill_chunk"]):
+        pages = table[:1, : -(-length // info["page_size"])]
+        engine.step(torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None], pages)
+    for rows in sizes(info["max_batch_size"]):
+        engine.step(torch.zeros(rows, 1, dtype=torch.int64), torch.zeros(rows, 1, dtype=torch.int64), table[:rows, :1])
 
 
 def main(folder: Path, runtime: Path) -> None:

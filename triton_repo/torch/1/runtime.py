@@ -45,13 +45,13 @@ class CompiledEngine:
         self._local = threading.local()
 
     @classmethod
-    def load(cls, folder: Path) -> CompiledEngine:
-        """Open an engine folder on the machine that serves it."""
+    def load(cls, folder: Path, weights: dict[str, Tensor] | None = None) -> CompiledEngine:
+        """Open an engine folder on the machine that serves it; `weights`: those of its file, if they are loaded."""
         folder = Path(folder)
         info = json.loads((folder / "engine.json").read_text(encoding="utf-8"))
         _check_machine(info)
         _load_ops(folder / "ops", info["plugins"])
-        weights = load_file(folder / "weights.safetensors", device=info["device"])
+        weights = weights or load_file(folder / "weights.safetensors", device=info["device"])
         _check_weights(info["weights"], weights)
         open_form = _open_package if info["compiler"] == "aoti" else _open_graph
         return cls(info, {form: open_form(folder / f"{form}.pt2", weights) for form in info["forms"]})
