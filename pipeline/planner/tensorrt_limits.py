@@ -50,7 +50,8 @@ def tensorrt_memory(case: Case) -> dict[str, int]:
         sizes[part.cls] += copies * _rank_bytes(case, part)
     if _drafts(case):
         sizes["mtp"] += copies * sum(_rank_bytes(case, part, "mtp") for part in mtp_layer(case.arch, stored=True))
-    tokens = engine.max_batch_size * engine.max_seq_len
+    rows = engine.max_batch_size + int(layout_of(case.config)[0] > 1)  # with several ranks one is for other ranks' chunks
+    tokens = rows * engine.max_seq_len
     return {**sizes, "kv_cache": tokens * kv_bytes_per_token(case.arch, KV_NAME[engine.dtype], int(_drafts(case)))}
 
 
@@ -101,6 +102,12 @@ def _warnings(case: Case) -> list[str]:
     if tokens > engine.max_seq_len:
         warnings.append(
             f"Workload {case.config.workload.name} asks for {tokens:,} tokens a request; the engine holds {engine.max_seq_len:,}."
+        )
+    ranks = layout_of(case.config)[0]
+    if ranks > case.hw.num_devices:
+        warnings.append(
+            f"The ranks of a TensorRT engine are served on one host, a GPU each: {ranks} are planned, and a node of {case.hw.name} "
+            f"has {case.hw.num_devices}. They can be built, not served: lower parallel.tp to serve them."
         )
     if "fp8_block" in case.formats.values():
         warnings.append(

@@ -116,6 +116,9 @@ def test_plan_counts_weights_of_both_forms_and_the_memory_of_the_build() -> None
     assert shared["routed_experts"] * 2 == rows["routed_experts"]
     four, spread = planned("parallel.tp=4")
     assert spread["routed_experts"] * 4 == rows["routed_experts"]
+    assert spread["kv_cache"] * 8 == rows["kv_cache"] * 9  # a row more
+    assert not any("served on one host" in text for text in four.report["warnings"])
+    assert any("16 are planned, and a node" in text for text in planned("parallel.tp=16")[0].report["warnings"])
     assert (four.deploy["attention_dp"], four.deploy["ep"], four.report["layout"]) == (True, 4, "ADP4+EP4")
 
 
