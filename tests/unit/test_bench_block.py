@@ -1,4 +1,4 @@
-"""The decoder layer on gloo ranks against one rank's, by the script that runs over NCCL; each step against plain torch; shares."""
+"""The decoder layer on gloo ranks against one rank's, by the script that runs over NCCL; the ladder against plain torch; shares."""
 
 from __future__ import annotations
 
@@ -55,16 +55,19 @@ def test_ranks_vs_reference(ranks: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_each_step_vs_plain() -> None:
-    """The plugins' CPU forms and plain torch, one step at a time."""
-    from scripts.bench_block import SMALL
+def test_ladder_vs_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark of the steps with the plugins' CPU forms: plain torch first, all steps last, then all but one."""
+    from scripts import bench_layer
 
-    layer, x = Layer(SMALL, CPU), torch.randn(3, SMALL.hidden).bfloat16()
-    state = State.random(SMALL, [17, 1, 5], CPU)
-    wanted = layer(x, state, frozenset()) - x
-    for step in _layer.STEPS:
-        error = (layer(x, state, frozenset({step})) - x - wanted).float().norm() / wanted.float().norm()
-        assert error < (5e-2 if step in ("moe_grouped_gemm", "fp8_dense") else 1e-2), step
+    shape = _layer.Shape(128, 128, 128, 32, 2, 96, 128, experts=4, top_k=2, n_group=2, topk_group=1, width=128, page=16)
+    monkeypatch.setattr(bench_layer, "LENGTH", 17)
+    monkeypatch.setattr(bench_layer, "clocked", lambda call: 1e-6 * call().shape[0])
+    rows = list(bench_layer.measured(Layer(shape, CPU), 3))
+    assert [row["step"] for row in rows] == ["eager", *_layer.STEPS, *_layer.STEPS]
+    assert {(row["us"], row["gain"]) for row in rows} == {(3.0, 1.0)} and rows[0]["error"] == 0
+    quantised = list(_layer.STEPS).index("moe_grouped_gemm") + 1
+    for place, row in enumerate(rows):
+        assert row["error"] < (0.01 if place < quantised else 0.06) and row["rerouted"] < 0.5, row
 
 
 def test_blocks_are_not_cut() -> None:
