@@ -2,7 +2,7 @@
 """R1's kernels on this GPU beside eager torch, torch.compile, every peer that loads, and the limit, in one run.
 
     python scripts/bench_plugins.py [--only NAME ...] [--quick] [--json FILE] [--peers DIR]
-    python scripts/bench_plugins.py --table FILE                 # a result as the README's table; needs no GPU
+    python scripts/bench_plugins.py --table FILE ...             # results as the README's table; needs no GPU
 
 Times are medians of CUDA graph replays, in microseconds. `--peers DIR`: extension libraries (*.so) of vLLM and sgl-kernel to
 load; others (flashinfer, trtllm_kernel, flash_mla, deep_gemm) are taken if they can be imported. `overlap` is ours with
@@ -39,10 +39,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="DeepSeek-R1 only, no torch.compile")
     parser.add_argument("--json", type=Path, help="write the rows and the machine here")
     parser.add_argument("--peers", type=Path, help="folder of extension libraries to compare with")
-    parser.add_argument("--table", type=Path, help="print this result as a table of Markdown, and measure nothing")
+    parser.add_argument("--table", type=Path, nargs="+", help="print these results as a table of Markdown; a row's last counts")
     options = parser.parse_args()
     if options.table:
-        print("\n".join(table(json.loads(options.table.read_text(encoding="utf-8"))["rows"])))
+        print("\n".join(table(latest(options.table))))
         return 0
     if not torch.cuda.is_available():
         sys.exit("No GPU that torch can use: this benchmark needs one.")
@@ -68,6 +68,15 @@ def described(rows: list[dict[str, Any]], bench: Bench) -> dict[str, Any]:
     """Rows, what they are measured against, and the machine."""
     ceilings = {"copy_gb_per_s": round(bench.bandwidth / 1e9), "bf16_tflop_per_s": round(bench.flops / 1e12)}
     return {"rows": rows, **ceilings, "notes": sorted(set(bench.notes)), **machine()}
+
+
+def latest(files: list[Path]) -> list[dict[str, Any]]:
+    """The rows of several results; of those of one plugin and shape, that of the last file."""
+    rows = {}
+    for file in files:
+        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+            rows[row["plugin"], *(row.get(key) for key in SHAPE)] = row
+    return list(rows.values())
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
