@@ -41,6 +41,7 @@ options
   --ablate           (plan) what each optimisation is worth here, predicted and published
   --compare FILE     (plan) a file of LLM arguments beside the plan's, both predicted
   --target           (doctor) whether this node can run what the settings plan
+  --draw FILE        (inspect) the network as FILE.svg, or FILE.dot for Graphviz
   --sarif FILE       (lint) the findings as SARIF 2.1.0, too
   --rules            (lint) every rule, and what no file shows
   --version          print the version and stop
@@ -62,6 +63,7 @@ class Options:
     keep: int = 1
     ablate: bool = False
     compare: Path | None = None
+    draw: Path | None = None
     target: bool = False
     sarif: Path | None = None
     rules: bool = False
@@ -176,10 +178,11 @@ COMMANDS: dict[str, Command] = {
         "what a checkpoint is, and what is odd about it, from its headers",
         "DIR is a Hugging Face checkpoint folder. Shows format, tensors and bytes of each module class, what the configs\n"
         "declare, whether MTP is there, and each oddity as a sentence. With tp=8 ep=8 attention_dp=true (gpus_per_node=8) also\n"
-        "the bytes that one rank loads. Of a result of engine=tensorrt it shows the engines. Needs no configuration.",
+        "the bytes that one rank loads. Of a result of engine=tensorrt it shows the engines; network=NAME each kernel with its\n"
+        "layers, too, and --draw FILE.svg draws that network, its clusters that begin with open= in full. Needs no configuration.",
         "inspect",
         needs_config=False,
-        arguments="DIR [tp=N] [ep=N] [attention_dp=true] ",
+        arguments="DIR [tp=N] [ep=N] [attention_dp=true] | DIR [network=NAME] [--draw FILE.svg [open=PREFIX,...]] ",
     ),
     "doctor": Command(
         "what this machine can build, serve and run, with versions",
@@ -275,6 +278,8 @@ def _run(words: list[str]) -> int:
         raise ConfigError(f"{name} has neither --ablate nor --compare: only plan predicts.")
     if (options.sarif or options.rules) and name != "lint":
         raise ConfigError(f"{name} has neither --sarif nor --rules: only lint has.")
+    if options.draw and name != "inspect":
+        raise ConfigError(f"{name} has no --draw: only inspect has, of a result of engine=tensorrt or of onnx.")
     if options.target and name != "doctor":
         raise ConfigError(f"{name} has no --target: only doctor looks at a node.")
     if options.show_config:
@@ -306,7 +311,7 @@ def _parse(words: list[str]) -> Options:
                 raise ConfigError(f"{option} needs a value: write {option} VALUE.")
             found[option.lstrip("-").replace("-", "_")] = VALUES[option](value)
         elif word.startswith("-"):
-            known = [*FLAGS, "--config-dir DIR", "--keep N", "--compare FILE", "--sarif FILE"]
+            known = [*FLAGS, "--config-dir DIR", "--keep N", "--compare FILE", "--sarif FILE", "--draw FILE"]
             raise ConfigError(f"There is no option {option}: known are {', '.join(known)} and --help; settings are KEY=VALUE.")
         else:
             overrides.append(word)
@@ -323,7 +328,9 @@ FLAGS = {
     "--json": "as_json", "--cfg": "show_config", "--dry-run": "dry_run", "--ablate": "ablate", "--rules": "rules",
     "--target": "target",
 }  # fmt: skip
-VALUES: dict[str, Callable[[str], Any]] = {"--config-dir": Path, "--keep": _count, "--compare": Path, "--sarif": Path}
+VALUES: dict[str, Callable[[str], Any]] = {
+    "--config-dir": Path, "--keep": _count, "--compare": Path, "--sarif": Path, "--draw": Path,
+}  # fmt: skip
 
 
 def _usage() -> str:

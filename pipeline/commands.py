@@ -201,15 +201,24 @@ def inspect(options: Options, console: Console) -> int:
 
 
 def _inspect_engine(folder: Path, options: Options, console: Console) -> int:
-    """What the engines of native TensorRT are; the other kinds have no engine to look into."""
+    """What the engines of TensorRT are, native ones and those by ONNX; the other kinds have no engine to look into."""
     from pipeline.engines.tensorrt import show
+    from pipeline.onnx import show as show_onnx
 
     kind = read_json(folder / "engine.json").get("kind")
-    if kind != "tensorrt":
+    looks = {"tensorrt": show, "onnx": show_onnx}
+    if kind not in looks:
         other = f"{folder} is a result of engine={kind or 'torch'}"
         raise ConfigError(f"{other}; inspect looks into checkpoints and results of engine=tensorrt.")
-    found = show.plain(folder)
-    for line in show.lines(found) if not options.as_json else ():
+    found = looks[kind].plain(folder)
+    engines = show.engine_files(found)
+    view = show.View.parse([word for word in options.overrides if not Path(word).is_dir()], list(engines))
+    told = list(looks[kind].lines(found))
+    if view.network:
+        told += [f"{view.network}, every kernel:", *show.network_lines(folder / engines[view.network])]
+    if options.draw:
+        told.append(show.draw(folder, engines, view, options.draw))
+    for line in told if not options.as_json else ():
         console.line(line)
     console.result({"command": "inspect", **found} if options.as_json else {})
     return 0

@@ -10,9 +10,10 @@ from typing import Any
 
 from pipeline.core.errors import StageError
 from pipeline.core.events import EventWriter
-from pipeline.engines.tensorrt.builder import build, describe, listing
+from pipeline.engines.tensorrt.builder import build, describe
 from pipeline.engines.tensorrt.definition import Definition
 from pipeline.engines.tensorrt.library import load
+from pipeline.engines.tensorrt.listing import listing
 from pipeline.engines.tensorrt.worker import peak_bytes, serve
 from pipeline.onnx import ENGINE, LAYERS, MODEL
 

@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from pipeline.core.stage import StageContext
 from pipeline.engines import tensorrt
 from pipeline.engines.tensorrt import library, networks
 from pipeline.engines.tensorrt.builder import describe
-from pipeline.engines.tensorrt.plan_file import check_header, read_header
+from pipeline.engines.tensorrt.plan_file import check_header, launches, read_header
 from pipeline.engines.tensorrt.process import fixed_addresses, run_task
 from pipeline.engines.tensorrt.worker import network
 from pipeline.models.arch import Arch
@@ -63,10 +63,6 @@ def build(out: Path, checkpoint: Path, *words: str) -> tuple[dict[str, Any], lis
     run(StageContext(config=load([*RTX, *SMALL, *words]), inputs=inputs, checkpoint=checkpoint, out=out, progress=notes))
     assert notes.done == notes.total  # every step of every engine was told
     return json.loads((out / "engine.json").read_text()), notes.notes
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {str(file.relative_to(folder)): sha256(file.read_bytes()).hexdigest() for file in folder.rglob("*") if file.is_file()}
 
 
 # Planning and refusals
@@ -184,24 +180,36 @@ def test_a_build_ends_with_engines_and_the_agreement_table(built) -> None:
 
 
 @needs_rtx
-def test_inspect_shows_engines_their_kernels_and_the_agreement(built, tmp_path) -> None:
+def test_inspect_shows_engines_their_kernels_and_the_agreement_and_draws_the_network(built, tmp_path) -> None:
+    words = [str(built), "network=rank0_expanded", "--draw", "network.svg"]
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline", "inspect", str(built)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "pipeline", "inspect", *words], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "2 of them fused attention" in done.stdout  # of rank0_expanded: one a layer
     assert re.search(r"^decode, absorbed form, token by token  float32 +12 +\d\.\de-\d\d  100\.0%", done.stdout, re.M)
+    assert re.search(r"^  _gemm_mha_v2 .*layers\.1\.attn: .*attention_v2_\d+", done.stdout, re.M)
+    assert re.search(r"^  gemm +layers\.0\.attn: matrix_multiply_\d+", done.stdout, re.M)
+    assert re.search(r"^network\.svg: rank0_expanded, \d+ layers in \d+ boxes", done.stdout, re.M)
+    assert ">cache update</text>" in (tmp_path / "network.svg").read_text()
     text = (built / "engines" / "rank0_expanded.layers.txt").read_text()
     assert re.search(r"^layers\.1\.attn\.attention_v2_\d+_AttentionOutput  ATTENTION_OUTPUT  BF16\[-1, 4, -1, 192\]", text, re.M)
 
 
 @needs_rtx
-def test_the_same_build_gives_the_same_bytes(built, checkpoint, tmp_path) -> None:
+def test_the_same_build_gives_the_same_engine_up_to_the_order_of_some_tables(built, checkpoint, tmp_path) -> None:
+    """Its threads race for addresses, by which TensorRT orders them; on an idle machine every byte is the same."""
     if not fixed_addresses(probe=True):
-        pytest.skip("this system does not let a process fix its addresses, so engines differ in a few hundred bytes")
+        pytest.skip("this system does not let a process fix its addresses")
     build(tmp_path / "again", checkpoint, "engine.tensorrt.check_tokens=0")
-    assert digests(tmp_path / "again" / "engines") == digests(built / "engines")
+    for file in sorted((built / "engines").iterdir()):
+        first, second = file.read_bytes(), (tmp_path / "again" / "engines" / file.name).read_bytes()
+        assert len(first) == len(second)
+        differing = int((np.frombuffer(first, np.uint8) != np.frombuffer(second, np.uint8)).sum())
+        assert differing <= (1000 if file.suffix == ".engine" else 0), file.name
+    again = {file.name: launches(file) for file in (tmp_path / "again" / "engines").glob("*.engine")}
+    assert again == {name: launches(built / "engines" / name) for name in again}
 
 
 @needs_rtx

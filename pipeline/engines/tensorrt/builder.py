@@ -14,9 +14,10 @@ from typing import Any
 from pipeline.core.errors import StageError
 from pipeline.engines.tensorrt.definition import Definition
 from pipeline.engines.tensorrt.library import installed_version
+from pipeline.engines.tensorrt.listing import kind_of, layers_of
 from pipeline.engines.tensorrt.network.collectives import KIND as COLLECTIVE
 
-__all__ = ["build", "describe", "fingerprint", "listing"]
+__all__ = ["build", "describe", "fingerprint"]
 
 
 def build(
@@ -150,43 +151,22 @@ def _tensor(net: Definition, tensor: Any) -> dict[str, Any]:
 
 def _collectives(net: Definition) -> Iterator[dict[str, Any]]:
     """Each with what this rank brings; `row_bytes` are those of what one token brings."""
-    for layer, inputs, _ in _layers(net):
-        if _kind(layer) == COLLECTIVE:
+    for layer, inputs, _ in layers_of(net):
+        if kind_of(layer) == COLLECTIVE:
             brought = inputs[0]
             shape, size = list(brought.shape), net.numpy[brought.dtype].itemsize
             row = size * math.prod(dim for dim in shape if dim > 0)
             yield {"collective": layer.metadata, "dtype": brought.dtype.name, "shape": shape, "row_bytes": row}
 
 
-def listing(net: Definition) -> str:
-    """A line a layer: name, type, what it gives, what it reads. For people, and to compare two networks by `diff`."""
-    return "".join(
-        f"{layer.name}  {_kind(layer)}  {', '.join(f'{tensor.dtype.name}{list(tensor.shape)}' for tensor in outputs)}"
-        f"  <- {', '.join(tensor.name for tensor in inputs if tensor is not None)}\n"
-        for layer, inputs, outputs in _layers(net)
-    )
-
-
-def _layers(net: Definition) -> Iterator[tuple[Any, list[Any], list[Any]]]:
-    """Each layer with its inputs and outputs."""
-    for index in range(net.definition.num_layers):
-        layer = net.definition.get_layer(index)
-        inputs = [layer.get_input(place) for place in range(layer.num_inputs)]
-        yield layer, inputs, [layer.get_output(place) for place in range(layer.num_outputs)]
-
-
-def _kind(layer: Any) -> str:
-    return layer.type.name if hasattr(layer.type, "name") else str(layer.type)
-
-
 def fingerprint(net: Definition) -> str:
     """SHA-256 over every layer (its name, type, inputs, outputs, their types and shapes), the ranges, and, where weights are
     inputs, the constants that are left. So what was interpreted is known to be what was built, and alike segments to be alike."""
     digest = hashlib.sha256(repr((sorted(net.ranges.items()), sorted(net.shape_inputs.items()))).encode())
-    for layer, inputs, outputs in _layers(net):
-        told = [layer.name, _kind(layer), layer.metadata, *("" if tensor is None else tensor.name for tensor in inputs)]
+    for layer, inputs, outputs in layers_of(net):
+        told = [layer.name, kind_of(layer), layer.metadata, *("" if tensor is None else tensor.name for tensor in inputs)]
         told += [f"{tensor.name} {tensor.dtype.name} {tuple(tensor.shape)}" for tensor in outputs]
         digest.update("\0".join(told).encode() + b"\n")
-        if net.external is not None and _kind(layer) == "CONSTANT":
+        if net.external is not None and kind_of(layer) == "CONSTANT":
             digest.update(net.constants[outputs[0].name]().tobytes())
     return digest.hexdigest()

@@ -142,7 +142,7 @@ class Definition:
             raise StageError(f"TensorRT refused {name}: {str(error).splitlines()[0]}") from error
         if made is None or self.first_error():
             raise self.fail(name)
-        made.name = name
+        made.name = made.metadata = name  # the latter comes back with the engine's kernels
         return made
 
     def checked(self, layer: Any, output: int = 0) -> Tensor:

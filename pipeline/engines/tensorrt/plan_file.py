@@ -16,9 +16,15 @@ from pathlib import Path
 from pipeline.core.errors import StageError
 from pipeline.engines.tensorrt.library import listed
 
-__all__ = ["Header", "check_header", "kernels", "read_header"]
+__all__ = ["Header", "Launch", "check_header", "kernels", "launches", "read_header"]
 
 MAGIC, HEADER_BYTES = b"vtrt", 64
+BEGIN = rb"(?:function|runtime_fusion|fully_connected)=\{"
+LAUNCH = re.compile(
+    rb'fully_connected=\{ name="([\w.+]{1,200})"'
+    rb"|(?:function|runtime_fusion)=\{ name=([\w.]{1,120})(?: (?:(?!" + BEGIN + rb')[^\0])*?layers="([^"\0]*)")?'
+)
+"""A product, or a kernel and the layers that it was made from."""
 TARGET_BITS = {75: 1, 80: 2, 86: 4, 89: 8, 120: 16, 121: 32}
 
 
@@ -59,8 +65,27 @@ def check_header(file: Path, targets: Sequence[int]) -> None:
         )
 
 
-def kernels(file: Path) -> dict[str, int]:
-    """Kernels that the engine launches, by TensorRT's own names -> how often; `_gemm_mha` is its fused attention."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel of the program."""
+
+    kernel: str
+    """TensorRT's name; `gemm` is a library product, whose kernel is chosen when the engine is loaded."""
+    layers: tuple[str, ...]
+    """Ours, where it noted them."""
+
+
+def launches(file: Path) -> list[Launch]:
+    """What the engine launches, in its order."""
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        counts = Counter(match[1].decode() for match in re.finditer(rb"function=\{ name=([\w.]{1,120})", text))
-    return dict(sorted(counts.items()))
+        return [_launch(match) for match in LAUNCH.finditer(text)]
+
+
+def _launch(match: re.Match[bytes]) -> Launch:
+    product, kernel, layers = (group.decode(errors="replace") if group else "" for group in match.groups())
+    return Launch("gemm", (product,)) if product else Launch(kernel, tuple(layers.split("\x1f")) if layers else ())
+
+
+def kernels(file: Path) -> dict[str, int]:
+    """Kernel -> how often it is launched; `_gemm_mha` is fused attention."""
+    return dict(sorted(Counter(launch.kernel for launch in launches(file)).items()))

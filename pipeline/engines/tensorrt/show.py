@@ -1,17 +1,49 @@
-"""What `inspect DIR` says of an engine folder: its engines, what they bind, their kernels, how near the reference they are."""
+"""What `inspect DIR` says of an engine folder: its engines, what they bind, their kernels, how near the reference they are.
+
+With network=NAME also every kernel of that network with the layers that it was made from, and `--draw FILE` draws it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.jsonio import read_json
-from pipeline.engines.tensorrt.plan_file import kernels, read_header
+from pipeline.core.errors import ConfigError
+from pipeline.core.jsonio import read_json, write_atomic
+from pipeline.engines.tensorrt.listing import Layer, read
+from pipeline.engines.tensorrt.picture.blocks import Picture, picture
+from pipeline.engines.tensorrt.picture.dot import dot
+from pipeline.engines.tensorrt.picture.svg import svg
+from pipeline.engines.tensorrt.plan_file import Launch, kernels, launches, read_header
 
-__all__ = ["lines", "plain"]
+__all__ = ["View", "draw", "engine_files", "lines", "network_lines", "plain"]
 
 FUSED_ATTENTION = "mha"
+MOST_BLOCKS = 60
+"""A network of more is drawn with its clusters closed, unless they are asked for."""
+WRITERS = {".svg": svg, ".dot": dot}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What `inspect` was asked to look at more closely."""
+
+    network: str | None
+    opened: tuple[str, ...]
+    """Beginnings of the clusters to open; none: as many as can be read."""
+
+    @classmethod
+    def parse(cls, words: list[str], names: Sequence[str]) -> View:
+        """`network=NAME` and `open=PREFIX,…`; the first network where none is named."""
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        network, opened = given.pop("network", None), given.pop("open", "")
+        if given:
+            raise ConfigError(f"inspect of engines does not know {', '.join(given)}: it takes network=NAME and open=PREFIX.")
+        if network is not None and network not in names:
+            raise ConfigError(f"There is no network {network} here: {', '.join(names)}.")
+        return cls(network, tuple(filter(None, opened.split(","))))
 
 
 def plain(folder: Path) -> dict[str, Any]:
@@ -22,6 +54,62 @@ def plain(folder: Path) -> dict[str, Any]:
             header = read_header(folder / engine["file"])
             engine |= {"targets": list(header.targets), "built_by": header.version, "kernels": kernels(folder / engine["file"])}
     return info
+
+
+def _layers(folder: Path, file: str) -> list[Layer]:
+    """The listing beside an engine."""
+    text = (folder / file).with_suffix(".layers.txt")
+    if not text.is_file():
+        raise ConfigError(f"{text} is not there: engines built before networks were listed cannot be drawn. Build again.")
+    return read(text.read_text(encoding="utf-8"))
+
+
+def engine_files(info: dict[str, Any]) -> dict[str, str]:
+    """Network -> file of its engine; of a result of `onnx` the one that it may have."""
+    if info["kind"] == "onnx":
+        return {"model": "model.engine"} if info["engine"] else {}
+    return {name: engine["file"] for name, engine in info["engines"].items()}
+
+
+def draw(folder: Path, engines: Mapping[str, str], view: View, out: Path) -> str:
+    """Write the picture; a sentence about it."""
+    if not engines:
+        raise ConfigError(f"{folder} has no engine, so no network to draw: name targets=[120] when it is made.")
+    title = view.network or next(iter(engines))
+    if out.suffix not in WRITERS:
+        raise ConfigError(f"--draw {out}: the picture is an SVG or Graphviz text, so name it FILE.svg or FILE.dot.")
+    layers = _layers(folder, engines[title])
+    drawn = _fitting(layers) if not view.opened else picture(layers, view.opened)
+    write_atomic(out, WRITERS[out.suffix](drawn, title).encode())
+    closed = [name for name in drawn.clusters if any(block.name == name for block in drawn.blocks)]
+    more = f"; open={closed[len(closed) // 2]} shows what is inside" if closed and not view.opened else ""
+    return f"{out}: {title}, {len(layers)} layers in {len(drawn.blocks)} boxes{more}"
+
+
+def _fitting(layers: list[Layer]) -> Picture:
+    """Everything open where that can be read."""
+    closed = picture(layers)
+    drawn = picture(layers, closed.clusters)
+    return drawn if len(drawn.blocks) <= MOST_BLOCKS else closed
+
+
+def network_lines(file: Path) -> Iterator[str]:
+    """Every kernel of an engine, in its order."""
+    for launch in launches(file):
+        yield f"  {launch.kernel[:56]:56}  {_made_from(launch)}".rstrip()
+
+
+def _made_from(launch: Launch) -> str:
+    """The layers by their scopes."""
+    scopes: dict[str, list[str]] = {}
+    for name in launch.layers:
+        scope, _, leaf = name.rpartition(".")
+        scopes.setdefault(scope, []).append(leaf)
+    told = []
+    for scope, leaves in scopes.items():
+        more = f" +{len(leaves) - 3}" if len(leaves) > 3 else ""
+        told.append(f"{scope}: {' '.join(leaves[:3])}{more}" if scope else " ".join(leaves[:3]) + more)
+    return "; ".join(told)
 
 
 def lines(info: dict[str, Any]) -> Iterator[str]:

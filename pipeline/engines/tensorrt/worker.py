@@ -21,9 +21,10 @@ from typing import Any
 from pipeline.checkpoint import Checkpoint
 from pipeline.core.errors import PipelineError
 from pipeline.core.events import EventWriter
-from pipeline.engines.tensorrt.builder import build, describe, listing
+from pipeline.engines.tensorrt.builder import build, describe
 from pipeline.engines.tensorrt.graph import Graph
 from pipeline.engines.tensorrt.library import load
+from pipeline.engines.tensorrt.listing import listing
 from pipeline.engines.tensorrt.network.decoder import define
 from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.engines.tensorrt.plugins import Plugins
