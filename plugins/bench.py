@@ -19,6 +19,7 @@ __all__ = ["Bench", "Call", "differing", "micros", "relative"]
 
 Call = Callable[[], Any]
 IN_A_GRAPH = 20
+READ_BYTES = 2 << 30
 COMPILED_TOKENS = (1, 256, 4096)
 """Batches at which torch.compile is measured: it takes seconds each."""
 FAILURES = (RuntimeError, AttributeError, ImportError, ValueError, TypeError, NotImplementedError, AssertionError)
@@ -33,6 +34,8 @@ class Bench:
     """Peers that did not run, or gave another answer."""
     bandwidth: float = 0.0
     """Bytes a second of a large copy."""
+    read_bandwidth: float = 0.0
+    """Of a large sum, which reads alone."""
     flops: float = 0.0
     """A second, of a large BF16 product on random data."""
     floor_us: float = 0.0
@@ -40,6 +43,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.bandwidth = copy_bandwidth(700 << 20)
+        words = torch.randint(0, 99, (READ_BYTES // 4,), device="cuda", dtype=torch.int32)
+        self.read_bandwidth = READ_BYTES / graph_seconds([words.amax] * 2)
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         self.flops = 2 * 8192**3 / graph_seconds([lambda: a @ b] * 5, replays=10)
         self.floor_us = micros(lambda: torch.cuda._sleep(0))
@@ -55,6 +60,7 @@ class Bench:
         peers: dict[str, Call],
         right: Callable[[Any], bool],
         moved: int,
+        read: int = 0,
         flops: int = 0,
         compiled: Call | None = None,
         cold: bool = False,
@@ -72,11 +78,11 @@ class Bench:
         if compiled is not None and not self.quick and shape["tokens"] in COMPILED_TOKENS:
             row["compile_us"] = self.attempt(f"{plugin}: torch.compile", lambda: micros(compiled, calls=2))
         row |= self.peers(f"{plugin} {' '.join(map(str, shape.values()))}", peers, right, cold, calls)
-        return row | {"floor_us": self.floor_us, "limit_us": round(self.limit_us(moved, flops), 2)}
+        return row | {"floor_us": self.floor_us, "limit_us": round(self.limit_us(moved, flops, read), 2)}
 
-    def limit_us(self, moved: int, flops: int = 0) -> float:
-        """An empty kernel, and the slower of moving the bytes (from L2 they may move faster) and the arithmetic."""
-        return self.floor_us + max(moved / self.bandwidth, flops / self.flops) * 1e6
+    def limit_us(self, moved: int, flops: int = 0, read: int = 0) -> float:
+        """An empty kernel, and the slower of the arithmetic and of the bytes: moved, or read from far more than the L2 holds."""
+        return self.floor_us + max(moved / self.bandwidth + read / self.read_bandwidth, flops / self.flops) * 1e6
 
     def peers(self, where: str, calls: dict[str, Call], right: Callable[[Any], bool], cold: bool, count: int) -> dict[str, Any]:
         """Times of the peers that run, and the best; the others leave a note."""

@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from plugins.bench import Bench  # noqa: E402
 from plugins.timing import machine  # noqa: E402
 
-SHAPE = ("model", "product", "heads", "batch", "tokens", "context", "length", "scales", "dtype", "cache")
+SHAPE = ("model", "product", "heads", "experts", "batch", "tokens", "context", "length", "scales", "dtype", "cache")
 
 
 def main() -> int:
