@@ -1,4 +1,5 @@
-"""Limits of the compiled torch engine: one device, weights dequantised to one type, a cache of fixed size."""
+"""Limits of the compiled torch engine: one device, a cache of fixed size, weights dequantised to one type but for experts that
+plugins compute as they are stored."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ __all__ = ["torch_decisions", "torch_deploy", "torch_memory", "torch_rules", "to
 
 WIDTH = {"float32": 4, "bfloat16": 2}
 KV_NAME = {"float32": "float32", "bfloat16": "bf16"}
+KEPT = {"fp8_block": 128, "nvfp4": 256, "w4a16_nvfp4": 256}
+"""Formats in which plugins compute routed experts on sm_90, and what their sizes must be multiples of."""
 
 
 def torch_deploy(case: Case) -> dict[str, Any]:
@@ -48,7 +51,8 @@ def torch_memory(case: Case) -> dict[str, int]:
     engine = _engine(case)
     sizes = dict.fromkeys(CLASSES, 0)
     for part in main_parts(case.arch):
-        sizes[part.cls] += part.params * WIDTH[engine.dtype]
+        kept = part.cls == "routed_experts" and _keeps_experts(case)
+        sizes[part.cls] += part.bytes(case.expert_format) if kept else part.params * WIDTH[engine.dtype]
     tokens = engine.max_batch_size * (engine.max_seq_len + engine.page_size)
     return {**sizes, "kv_cache": tokens * kv_bytes_per_token(case.arch, KV_NAME[engine.dtype])}
 
@@ -94,12 +98,22 @@ def torch_warnings(case: Case) -> list[str]:
 
 def torch_decisions(case: Case) -> tuple[Decision, ...]:
     """Where the numbers come from."""
-    engine = _engine(case)
+    engine, found = _engine(case), f"{case.expert_format} is dequantised once, at load"
+    if _keeps_experts(case):
+        found = f"all but the routed experts, which plugins compute in {case.expert_format}"
     return (
         Decision("max_batch_size", engine.max_batch_size, "as configured", "engine.torch.max_batch_size"),
         Decision("max_seq_len", engine.max_seq_len, "as configured", "engine.torch.max_seq_len"),
-        Decision("weights", engine.dtype, f"{case.expert_format} is dequantised once, at load", "engine.torch.dtype"),
+        Decision("weights", engine.dtype, found, "engine.torch.dtype"),
     )
+
+
+def _keeps_experts(case: Case) -> bool:
+    """Whether the build will take moe_grouped_gemm, as far as it can be known without the checkpoint."""
+    engine, unit = _engine(case), KEPT.get(case.expert_format)
+    sizes = case.arch.hidden_size, case.arch.moe_intermediate_size
+    asked = engine.device == "cuda" and engine.plugins == "auto" and case.hw.sm == 90
+    return asked and unit is not None and not any(size % unit for size in sizes)
 
 
 def _engine(case: Case) -> TorchEngineConfig:

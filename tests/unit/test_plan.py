@@ -19,10 +19,12 @@ from pipeline.config.schema import Config
 from pipeline.core.errors import ConfigError
 from pipeline.core.jsonio import read_json
 from pipeline.models.arch import Arch
+from pipeline.planner.case import case_of
 from pipeline.planner.params import LINEAR_CLASSES, main_parts, num_params, stored_bytes
 from pipeline.planner.plan import Plan, make_plan
 from pipeline.planner.render import render
 from pipeline.planner.stored import read_headers
+from pipeline.planner.torch_limits import torch_memory
 
 R1 = load(["+hw=b200", "model=deepseek_r1"]).model.hf
 FP8 = dict.fromkeys((*LINEAR_CLASSES, "mtp"), "fp8_block")
@@ -159,6 +161,19 @@ def test_the_report_has_formats_and_every_stage():
 
 def test_a_plan_is_the_same_twice():
     assert fresh("+hw=b200", "model=deepseek_r1") == fresh("+hw=b200", "model=deepseek_r1")
+
+
+def test_experts_that_plugins_compute_keep_their_format_in_the_torch_engine():
+    words = ["+hw=h200", "model=deepseek_r1", "quant=fp8_block", "engine=torch"]
+    config = config_of(*words, "engine.torch.device=cuda", "engine.torch.dtype=bfloat16")
+    sizes = {}
+    for plugins in ("auto", "off"):
+        config.engine.torch.plugins = plugins
+        sizes[plugins] = torch_memory(case_of(config, Arch.from_hf(R1)))
+    experts = 58 * 256 * 3 * 7168 * 2048
+    assert sizes["off"]["routed_experts"] == 2 * experts
+    assert sizes["auto"]["routed_experts"] == experts + 4 * experts // 128**2
+    assert sizes["auto"]["attention"] == sizes["off"]["attention"]
 
 
 def test_planning_needs_no_torch():

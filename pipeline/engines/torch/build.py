@@ -47,6 +47,8 @@ def build(ctx: StageContext) -> None:
     assert settings is not None
     source = ctx.inputs["convert"]
     arch = Arch.from_dir(source)
+    if settings.device == "cuda":
+        refuse_gpu(settings)
     info = describe(arch, settings, source)
     refuse_impossible(arch, settings, info)
     if settings.compiler == "auto" and info["compiler"] == "export":
@@ -119,8 +121,6 @@ def refuse_impossible(arch: Arch, settings: TorchEngineConfig, info: dict[str, A
             f"engine.torch.max_seq_len={settings.max_seq_len} exceeds the {arch.max_position_embeddings} positions that the model "
             f"was made for: set it to {arch.max_position_embeddings} or less."
         )
-    if settings.device == "cuda":
-        refuse_gpu(settings)
     cache = info["num_layers"] * info["num_pages"] * info["page_size"] * info["latent_dim"] * getattr(torch, info["dtype"]).itemsize
     needed, free = weight_bytes(info) + cache, free_memory(settings.device)
     if needed > free:
