@@ -1,9 +1,9 @@
-"""Takes plugins through TensorRT's own `tensorrt.plugin`, as a builder would: `python -P FILE CASES [uncompiled]`.
+"""Takes plugins through TensorRT's own `tensorrt.plugin`, as a builder would: `python -P FILE CASES`.
 
 TensorRT's wheel of bindings is real, and all of its Python; stand-ins are the libraries behind it, so its registry, its expressions
 of shapes (numbers here) and the setters that a builder hands in. CASES are JSON: module, plugin, sm, shapes, dynamic dimensions,
 attributes, tactic. Printed is, as JSON, what the builder would get: shapes, types, aliases, tactics, kernel, grid, whole numbers.
-`uncompiled` hands over the source: where there is no NVRTC.
+Kernels are handed over as their sources: they are compiled elsewhere, and not everywhere.
 """
 
 from __future__ import annotations
@@ -180,6 +180,5 @@ class Numbers(list[Any]):
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["uncompiled"]:
-        import_module("plugins.trt").compile_source = lambda source, options, ptx: source
+    import_module("plugins.trt").compile_source = lambda source, options, ptx: source
     print(json.dumps([taken_through(case) for case in json.loads(sys.argv[1])]))

@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch", reason="plugins are torch ops")
 
 from pipeline.checkpoint import Checkpoint  # noqa: E402
 from pipeline.config.load import load as config  # noqa: E402
+from pipeline.core.key import key_of, key_parts  # noqa: E402
+from pipeline.engines import tensorrt  # noqa: E402
 from pipeline.engines.tensorrt import plugins, toolchain  # noqa: E402
 from pipeline.engines.tensorrt.builder import describe, fingerprint  # noqa: E402
 from pipeline.engines.tensorrt.graph import Graph  # noqa: E402
@@ -23,7 +25,9 @@ from pipeline.engines.tensorrt.network.decoder import define  # noqa: E402
 from pipeline.engines.tensorrt.network.spec import Spec  # noqa: E402
 from pipeline.engines.tensorrt.networks import networks  # noqa: E402
 from pipeline.engines.tensorrt.session import Session  # noqa: E402
+from pipeline.engines.tensorrt.show import _plugins  # noqa: E402
 from pipeline.engines.tensorrt.weights import Weights  # noqa: E402
+from pipeline.stages.engine import STAGE  # noqa: E402
 from tests._utils import random_checkpoint  # noqa: E402
 from tests._utils.plugin_network import with_plugins  # noqa: E402
 
@@ -193,6 +197,29 @@ def test_tensorrt_has_plugins_and_tensorrt_rtx_has_none(arguments: list[str], sm
     asked = config([*arguments, "engine=tensorrt"])
     assert {each.plugins_for for each in networks(asked, TINY_R1.arch)} == {sm}
     assert ("plugins" in toolchain(asked)) == bool(sm)
+
+
+@pytest.mark.parametrize(("choice", "files"), [
+    ("auto", {"plugins/topk_router/kernel.cu", "plugins/router_gemm/kernel.cu", "plugins/numerics.cuh", "plugins/trt.py"}),
+    ("all", {"plugins/mla_decode/kernel.cu", "plugins/moe_grouped_gemm/launch.py", "plugins/nvrtc.py", "plugins/trt_class.py"}),
+])  # fmt: skip
+def test_an_engine_s_key_has_the_kernels_and_their_compiler(monkeypatch: pytest.MonkeyPatch, choice: str, files: set[str]) -> None:
+    asked = config(["+hw=h200", "engine=tensorrt", f"engine.tensorrt.plugins={choice}"])
+    monkeypatch.setattr(tensorrt, "compiler", lambda: "NVRTC 13.0")
+    parts = key_parts(STAGE, asked, {})
+    assert files <= parts["code"].keys() and parts["toolchain"]["plugins"] == "NVRTC 13.0"
+    monkeypatch.setattr(tensorrt, "compiler", lambda: "NVRTC 13.1")
+    assert key_of(key_parts(STAGE, asked, {})) != key_of(parts)
+
+
+def test_inspect_says_which_plugins_there_are_and_why_not_others(tmp_path: Path, wide: Checkpoint) -> None:
+    found = network(wide, spec(wide, "expanded", host_plugins=True), tmp_path, 90).plugins
+    assert found is not None
+    assert list(_plugins(found.plain())) == [
+        "  plugins for SM90: moe_fp8_block x1 (by the host), topk_router x1",
+        "  native instead of router_gemm: the kernel takes 64 tokens and multiples of 256 x 32 at most, not 96 and 256 x 64",
+    ]
+    assert list(_plugins(None)) == []
 
 
 def test_types_that_numpy_lacks_go_to_torch_and_back() -> None:

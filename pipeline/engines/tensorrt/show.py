@@ -121,6 +121,7 @@ def lines(info: dict[str, Any]) -> Iterator[str]:
     for name, engine in info["engines"].items():
         yield f"{name}: {engine['layers']} layers, {engine['bytes'] / 1e6:,.1f} MB, network {engine['network'][:12]}"
         yield from _kernels(engine.get("kernels", {}))
+        yield from _plugins(engine.get("plugins"))
         sizes = f"rows {engine['max_batch']}, tokens a row {engine['max_tokens']}, cache {engine['max_seq_len']}"
         yield f"  {sizes}, moe {engine['moe']}"
         yield f"  in   {_bindings(engine['inputs'])}"
@@ -133,6 +134,14 @@ def _kernels(found: dict[str, int]) -> Iterator[str]:
     if found:
         fused = sum(count for kernel, count in found.items() if FUSED_ATTENTION in kernel)
         yield f"  {sum(found.values())} kernels of {len(found)} kinds, {fused} of them fused attention"
+
+
+def _plugins(found: dict[str, Any] | None) -> Iterator[str]:
+    """Which of ours stand for native layers, and why others do not."""
+    if found:
+        used = (f"{name} x{facts['layers']}" + " (by the host)" * (name in found["host"]) for name, facts in found["used"].items())
+        yield f"  plugins for SM{found['sm']}: {', '.join(used) or 'none'}"
+        yield from (f"  native instead of {name}: {why}" for name, why in found["native"].items())
 
 
 def _bindings(tensors: dict[str, Any]) -> str:
