@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -31,8 +32,10 @@ from pipeline.engines.torch.plugged import EXPERTS, ops  # noqa: E402
 from pipeline.engines.torch.weights import parameters, write_weights  # noqa: E402
 from pipeline.models.arch import Arch  # noqa: E402
 from pipeline.stages.engine import STAGE  # noqa: E402
+from pipeline.triton.check import check_repository  # noqa: E402
+from pipeline.triton.layouts.torch import write_repository  # noqa: E402
 from plugins import nvrtc  # noqa: E402
-from tests._utils import random_checkpoint  # noqa: E402
+from tests._utils import random_checkpoint, serving  # noqa: E402
 from tests._utils.run_stage import Notes, convert, recipe  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -255,8 +258,19 @@ def engine(tmp_path_factory: pytest.TempPathFactory, small: Path) -> Path:
     return out
 
 
+def test_a_package_has_the_plugins_and_passes_its_own_check(engine, tmp_path) -> None:
+    (tmp_path / "repository").mkdir()
+    ctx = StageContext(
+        config=serving.serve_config(), inputs={"engine": engine}, checkpoint=None, out=tmp_path, progress=serving.Quiet()
+    )
+    version = write_repository(ctx, None)
+    assert check_repository(tmp_path / "repository", "24.10")
+    assert (version / "ops" / "plugins" / "mla_decode" / "op.py").is_file() and (version / "model.py").is_file()
+
+
 def test_an_engine_carries_its_plugins(engine, tmp_path) -> None:
     """It runs where the project is not, and refuses another version of an op."""
+    engine = shutil.copytree(engine, tmp_path / "1")
     info = json.loads((engine / "engine.json").read_text())
     assert info["plugins"]["sources"] == sources(info["plugins"]["taken"])
     carried = {path.relative_to(engine / "ops").as_posix() for path in (engine / "ops").rglob("*.*")}
