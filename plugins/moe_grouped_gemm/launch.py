@@ -43,16 +43,15 @@ class Route(NamedTuple):
 
 def has_kernel(x: Tensor, gate_up: Weights, top_k: int) -> bool:
     """Whether the kernels take these sizes on this device."""
-    unit, hidden, width, nvfp4 = COLUMNS[len(gate_up) == 3], x.shape[1], gate_up[0].shape[1] // 2, len(gate_up) == 3
+    unit, hidden, width = COLUMNS[len(gate_up) == 3], x.shape[1], gate_up[0].shape[1] // 2
     sizes = hidden % unit == 0 and width % unit == 0 and 0 < len(gate_up[0]) <= PERMUTE_THREADS and 0 < top_k <= 32
-    whole = all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in gate_up[: 2 if nvfp4 else 1])
-    return x.is_cuda and sizes and whole and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return x.is_cuda and sizes and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def experts(
     x: Tensor, indices: Tensor, weights: Tensor, gate_up: Weights, down: Weights, out: Tensor, first: int = 0, overlap: bool = False
 ) -> None:
-    """x BF16 [T, H], indices I32 and weights F32 [T, K] -> out BF16 [T, H].
+    """x BF16 [T, H], indices I32 and weights F32 [T, K] -> out BF16 [T, H]; all `aligned`.
 
     `overlap`: let the first kernel start while the one before it on the stream still runs.
     """
@@ -126,6 +125,5 @@ def rows(like: Tensor, count: int, columns: int, nvfp4: bool) -> Rows:
     """Space for activations and, for FP8, their scales, a column a row, padded to 16 bytes."""
     if nvfp4:
         return like.new_empty((count, columns)), None
-    return like.new_empty((count, columns), dtype=FP8), like.new_empty(
-        (columns // FP8_GROUP, -(-count // 4) * 4), dtype=torch.float32
-    )
+    scales = like.new_empty((columns // FP8_GROUP, -(-count // 4) * 4), dtype=torch.float32)
+    return like.new_empty((count, columns), dtype=FP8), scales
