@@ -10,6 +10,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,6 +204,9 @@ def test_what_is_not_taken_says_why(hopper, monkeypatch) -> None:
     assert found["left"]["router_gemm"].endswith("and experts of 32; this model has 256 and 16.")
     assert "page_size in multiples of 64; here are sm_90, heads=4, kv_lora_rank=128" in found["left"]["mla_decode"]
     assert set(found["taken"]) | set(found["left"]) == set(choose.RULES)
+    notes = Notes()
+    build.tell_plugins(SimpleNamespace(progress=notes), found)
+    assert notes.notes[0].startswith("plugins: ") and len(notes.notes) == 1 + len(found["left"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     newer = choose.choose(R1, replace(settings, page_size=64), TINY_R1)
     assert newer["taken"] == ["fused_qkv_a", "router_gemm", "topk_router"] and newer["experts"] is None

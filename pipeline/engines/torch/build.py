@@ -61,11 +61,19 @@ def build(ctx: StageContext) -> None:
     plan = {name: (SAFETENSORS_DTYPES[getattr(torch, dtype)], tuple(shape)) for name, (dtype, shape) in info["weights"].items()}
     ctx.progress.start(weight_bytes(info), "B")
     write_weights(parameters(source, info["plugins"]["experts"]), arch, plan, ctx.out / "weights.safetensors", ctx.progress.advance)
-    ctx.progress.note(f"plugins: {', '.join(info['plugins']['taken']) or 'none'}; engine.json says why no others")
+    if settings.device == "cuda" and settings.plugins == "auto":
+        tell_plugins(ctx, info["plugins"])
     ctx.progress.note(f"compiling {' and '.join(info['forms'])} with {info['compiler']}")
     compile_forms(ctx.out, info)
     ctx.progress.note(check(ctx.out))
     copy_companions(source, ctx.out)
+
+
+def tell_plugins(ctx: StageContext, plugins: dict[str, Any]) -> None:
+    """Which are taken, and why the others are not: some of it can be changed."""
+    ctx.progress.note(f"plugins: {', '.join(plugins['taken']) or 'none'}")
+    for name, why in plugins["left"].items():
+        ctx.progress.note(f"without {name}: {why}")
 
 
 def describe(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str, Any]:
