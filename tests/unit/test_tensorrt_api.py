@@ -36,8 +36,8 @@ OBJECTS = {
     "settings": ["IAttention"], "tensor": ["ITensor"],
 }  # fmt: skip
 """Names of variables in our sources -> the classes that they hold; `layer` is any layer."""
-OF_OURS = ("__init__.py", "networks.py", "targets.py", "build.py")
-"""Files where such names hold our own configuration."""
+OF_OURS = ("__init__.py", "networks.py", "targets.py", "build.py", "blocks.py", "svg.py")
+"""Files where such names hold our own configuration, or layers that were read from a listing."""
 DUMP = r"""
 import importlib, inspect, json, re, sys
 trt = importlib.import_module(sys.argv[1])
@@ -137,6 +137,17 @@ def test_the_interpreter_knows_the_classes_of_both(real, rtx) -> None:
     for library in (real, rtx):
         assert [cls for cls in CLASSES.values() if cls not in library] == []
         assert [kind for kind in CLASSES if kind not in library["LayerType"]] == []
+
+
+def test_a_network_does_not_know_its_library() -> None:
+    """Import, targets, lowering of experts and plugins are settled outside of what defines, interprets and lists networks."""
+    folder = ROOT / "pipeline" / "engines" / "tensorrt"
+    asking = {
+        file.relative_to(folder).as_posix() for file in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in ("tensorrt", "tensorrt_rtx")
+    }  # fmt: skip
+    assert asking == {"__init__.py", "build.py", "builder.py", "library.py", "show.py", "targets.py"}
 
 
 def test_plugins_are_where_tensorrt_has_them_and_rtx_has_not(real: Any, rtx: Any) -> None:

@@ -11,7 +11,7 @@ from pipeline.core.errors import MissingToolError
 from pipeline.core.gpu import compute_capabilities
 from pipeline.engines.tensorrt.library import INSTALL, installed_version, listed
 from pipeline.engines.tensorrt.plugins import compiler
-from pipeline.engines.tensorrt.targets import resolve
+from pipeline.engines.tensorrt.targets import plugins_for, resolve
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -24,8 +24,7 @@ def toolchain(config: Config) -> dict[str, str]:
     """The library, its version and the targets."""
     library, targets = resolve(config)
     found = {library: installed_version(library) or "not installed", "targets": " ".join(f"SM{sm}" for sm in targets)}
-    assert config.engine.tensorrt is not None
-    if library == "tensorrt" and config.engine.tensorrt.plugins != "off":
+    if plugins_for(config):
         found["plugins"] = compiler() or "no compiler"
     return found
 

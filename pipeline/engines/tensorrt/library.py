@@ -1,7 +1,8 @@
 """The one place that imports TensorRT: two libraries with one network API.
 
 `tensorrt` (11.x) builds for the data-centre GPU that is present, has plugins and a MoE layer; `tensorrt_rtx` builds for
-a list of targets without any GPU, and has neither. What differs is asked here and nowhere else.
+a list of targets without any GPU, and has neither. A network does not know which it is made with. They differ in the import
+(here), in targets, in how experts are lowered and in plugins (`targets.py`; `builder.py` hands targets over, `plugins.py` kernels).
 """
 
 from __future__ import annotations

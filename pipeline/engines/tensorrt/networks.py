@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from pipeline.core.errors import ConfigError
 from pipeline.engines.tensorrt.network.spec import FORMS, FP4_BLOCK, Exchange, Parallel, Payload, Spec
-from pipeline.engines.tensorrt.targets import moe_lowering, resolve
+from pipeline.engines.tensorrt.targets import moe_lowering, plugins_for, resolve
 from pipeline.models.arch import Arch
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ def networks(config: Config, arch: Arch) -> list[Spec]:
     exchange = cast(Exchange, settings.exchange)
     moe = moe_lowering(settings.moe, library, targets, config.quant.routed_experts)
     draft = bool(settings.mtp and arch.num_nextn_predict_layers)
-    plugins_for = targets[0] if library == "tensorrt" and settings.plugins != "off" else 0
     chunk = min(settings.prefill_chunk, settings.max_seq_len)
     # a drafted decode step verifies a token and the draft behind it
     decoded = max(settings.expanded_from - 1, 2 if draft else 1)
@@ -80,7 +79,7 @@ def networks(config: Config, arch: Arch) -> list[Spec]:
             max_seq_len=settings.max_seq_len, first_layer=first, last_layer=last, mtp=draft, rank=rank, ranks=ranks,
             parallel=parallel, moe=moe, moe_capacity=settings.moe_capacity, exchange=exchange,
             exchange_share=settings.exchange_share if exchange == "all_to_all" else 1.0, gather=cast(Payload, settings.gather),
-            plugins_for=plugins_for, host_plugins=settings.plugins == "all",
+            plugins_for=plugins_for(config), host_plugins=settings.plugins == "all",
         )
         for rank in range(ranks)
         for form in FORMS

@@ -15,7 +15,7 @@ from pipeline.engines.tensorrt.library import RTX_TARGETS, library_for, listed
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
-__all__ = ["MOE_LAYER_TARGETS", "moe_lowering", "resolve", "unsupported"]
+__all__ = ["MOE_LAYER_TARGETS", "moe_lowering", "plugins_for", "resolve", "unsupported"]
 
 LAYER_FORMATS = ("bf16", "fp8")
 """Formats of experts that TensorRT's own layer gets here; of NVFP4 it says "not supported yet" (1.7.1)."""
@@ -77,6 +77,14 @@ def unsupported(targets: Iterable[int], formats: Iterable[str], dtype: str = "bf
                     f"{name} weights need {what}, which SM{sm} lacks ({able} have it): choose another quant=, or target."
                 )
     return problems
+
+
+def plugins_for(config: Config) -> int:
+    """Compute capability, x10, of the kernels that stand for native layers; 0: none do, as tensorrt_rtx takes none."""
+    settings = config.engine.tensorrt
+    assert settings is not None
+    library, targets = resolve(config)
+    return targets[0] if library == "tensorrt" and settings.plugins != "off" else 0
 
 
 def moe_lowering(wanted: str, library: str, targets: Iterable[int], expert_format: str) -> str:
