@@ -33,8 +33,8 @@ __device__ __forceinline__ void load_weight(Shared& shared, const TensorMap* wei
     barrier_expect(&shared.weight_full[part], TILES * TILE);
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
-      const int column = OUTPUT ? part * 128 + i * 64 : half * COLUMNS + i * 64, first = row + (OUTPUT ? half * COLUMNS : part * 64);
-      copy_tile(shared_address(shared.weight) + (part * TILES + i) * TILE, weight, column, first, &shared.weight_full[part]);
+      const int column = i * 64 + (OUTPUT ? part * 128 : half * COLUMNS), first = OUTPUT ? half * COLUMNS : part * 64;
+      copy_tile(shared_address(shared.weight) + (part * TILES + i) * TILE, weight, column, row + first, &shared.weight_full[part]);
     }
   }
 }

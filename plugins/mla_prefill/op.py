@@ -110,7 +110,7 @@ def _fastest(q: Tensor, k: Tensor, cu_q: Tensor) -> str:
     """Of the implementations that take these shapes, the measured choice."""
     batch = max(1, len(cu_q) - 1)
     sizes = batch, max(1, len(q) // batch), max(1, len(k) // batch)
-    names = tactics.present(alone=len(cu_q) == 2 and len(q) == len(k))
+    names = tactics.present(alone=len(cu_q) == 2 and len(q) == len(k) and len(q) % ROWS == 0)
     return tactics.TABLE.choose((torch.cuda.get_device_name(q.device),), sizes, names)
 
 

@@ -1,7 +1,7 @@
 """Which implementation of the prompt's attention is fastest where (`tactics.json`; see `plugins.tactics`), and those of others.
 
-"fa3": FlashAttention-3 of vLLM, where its library is loaded. "cudnn": torch's cuDNN attention, for one sequence that is not
-the continuation of another. flashinfer's needs a plan made on the host for every batch: an op cannot take it.
+"fa3": FlashAttention-3 of vLLM, where its library is loaded. "cudnn": torch's cuDNN attention, for one sequence from its beginning
+of a multiple of 128 tokens. flashinfer's needs a plan made on the host for every batch: an op cannot take it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TABLE = Table(
 
 
 def present(alone: bool) -> tuple[str, ...]:
-    """Implementations that can be used in this process; `alone`: for one sequence from its beginning."""
+    """Implementations that can be used in this process; `alone`: for one sequence from its beginning, in whole blocks."""
     if ours_alone():
         return (OURS,)
     return OURS, *(("fa3",) if hasattr(torch.ops._vllm_fa3_C, "fwd") else ()), *(("cudnn",) if alone else ())

@@ -121,3 +121,12 @@ def test_the_tactic_file_has_both_caches() -> None:
     for cache, peer in (("bf16", "flash_mla"), ("fp8", "sgl_flash_mla")):
         assert tactics.TABLE.choose(("NVIDIA H200", cache), (64, 4096), ("ours", peer)) == peer
         assert tactics.TABLE.choose(("NVIDIA H200", cache), (64, 4096), ("ours",)) == "ours"
+
+
+def test_queries_are_rounded_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.sgl_kernel, "fwd_kvcache_mla_fp8", None, raising=False)
+    for asked, names in (("", ("ours",)), ("1", ("ours", "sgl_flash_mla"))):
+        monkeypatch.setenv("R1_PIPELINE_FP8_QUERIES", asked)
+        tactics.present.cache_clear()
+        assert tactics.present(fp8=True) == names
+    tactics.present.cache_clear()

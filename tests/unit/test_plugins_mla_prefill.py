@@ -8,7 +8,7 @@ from pipeline.core.errors import ConfigError
 
 torch = pytest.importorskip("torch", reason="the op is torch's")
 
-from plugins.mla_prefill import crossover, op, reference  # noqa: E402
+from plugins.mla_prefill import crossover, op, reference, tactics  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here"))]
@@ -86,6 +86,16 @@ def test_what_does_not_fit_is_refused() -> None:
         op.mla_prefill(q, k, v, *ends, -1.0)
     with pytest.raises(ConfigError, match=r"\[Tk, R\]"):
         op.mla_prefill_kv(q, kv, k_rope[1:], *ends, SCALE)
+
+
+def test_cudnn_is_for_one_whole_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(tactics.TABLE, "choose", lambda *args: asked.append(args[2]) or "ours")
+    for queries, keys in (([128], [128]), ([128], [256]), ([100], [100]), ([128, 128], [128, 128])):
+        q, kv, _, cu_q, _ = case("cpu", queries, keys, 1)
+        op._fastest(q, kv, cu_q)
+    assert ["cudnn" in names for names in asked] == [True, False, False, False]
 
 
 def forms(times: dict[int, tuple[float, float]]) -> list[dict[str, float]]:
