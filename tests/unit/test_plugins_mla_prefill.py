@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from pipeline.core.errors import ConfigError
+from tests._utils.cuda_on_cpu import CudaOnCpu
 
 torch = pytest.importorskip("torch", reason="the op is torch's")
 
@@ -41,6 +45,44 @@ def test_ops_vs_reference(device: str) -> None:
         q, kv, k_rope, *ends = inputs
         check(torch.ops.r1_pipeline.mla_prefill_kv(*inputs, SCALE), inputs)
         check(torch.ops.r1_pipeline.mla_prefill(q, *reference.joined(q, kv, k_rope), *ends, SCALE), inputs)
+
+
+PIECES = """
+#include "{root}/numerics.cuh"
+#include "{root}/mla_prefill/work.cuh"
+extern "C" __global__ void pieces(const int* cu_q, const int* cu_k, int sequences, int heads, int first, int step, int* found) {{
+  const Problem p{{cu_q, cu_k, nullptr, nullptr, nullptr, sequences, heads, 0, 1.f}};
+  Piece piece;
+  Walk walk;
+  for (int index = first; walk.find(p, index, piece); index += step) {{
+    const int fields[] = {{piece.head, piece.q_row, piece.rows, piece.k_row, piece.seen, piece.blocks, piece.offset}};
+    for (int i = 0; i < 7; ++i) found[index * 7 + i] = fields[i];
+  }}
+}}
+"""
+
+
+@pytest.mark.parametrize("l2_bytes", [1, 100_000, 32 << 20])
+def test_pieces_are_all_queries_of_all_heads_once(tmp_path: Path, l2_bytes: int) -> None:
+    source = tmp_path / "pieces.cu"
+    source.write_text(PIECES.format(root=Path(op.__file__).parents[1]))
+    types = {"pieces": "const int*, const int*, int, int, int, int, int*"}
+    kernel = CudaOnCpu(source, types, {"L2_BYTES": l2_bytes}, tmp_path)
+    queries, keys, heads, ctas = [1, 128, 0, 129, 300, 200], [1, 128, 5, 129, 1000, 70], 5, 3
+    cu_q, cu_k = (np.cumsum([0, *lengths]).astype(np.int32) for lengths in (queries, keys))
+    found = np.full((sum(-(-many // 128) for many in queries) * heads + 1, 7), -1, np.int32)
+    for first in range(ctas):
+        kernel.launch("pieces", (1, 1, 1), 1, cu_q, cu_k, len(queries), heads, first, ctas, found)
+    assert (found[-1] == -1).all() and (found[:-1, 0] >= 0).all()
+    done: list[tuple[int, int]] = []
+    for head, q_row, rows, k_row, seen, blocks, offset in found[:-1].tolist():
+        sequence = int(np.searchsorted(cu_q, q_row, "right")) - 1
+        begin = q_row - cu_q[sequence]
+        assert 0 < rows <= 128 and begin + rows <= queries[sequence] and k_row == cu_k[sequence]
+        assert offset == keys[sequence] - queries[sequence] + begin
+        assert seen == max(0, offset + rows) <= keys[sequence] and blocks == -(-seen // 128)
+        done += [(head, q_row + row) for row in range(rows)]
+    assert sorted(done) == [(head, row) for head in range(heads) for row in range(sum(queries))]
 
 
 def test_a_chunk_gives_what_all_at_once_gives() -> None:
