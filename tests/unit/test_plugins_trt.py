@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch", reason="plugins are torch ops")
 from pipeline.core.errors import MissingToolError, StageError  # noqa: E402
 from plugins import nvrtc, trt  # noqa: E402
 from plugins.trt_class import DTYPES, _on, _view, compute  # noqa: E402
+from tests._utils.cuda_on_cpu import CudaOnCpu  # noqa: E402
 from tests._utils.plugin_inputs import filled  # noqa: E402
 from tests._utils.tensorrt_bindings import stand_ins  # noqa: E402
 
@@ -195,9 +196,9 @@ def has_nvrtc() -> bool:
 @pytest.mark.parametrize("sm", [90, 100])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compile_ahead_of_time(name: str, sm: int) -> None:
-    """PTX with the entry and its parameters, and a cubin of that chip with its symbol, for each tactic."""
+    """PTX with the entry and its parameters, and a cubin of that chip with its symbol; each tactic for one chip."""
     plugin = plugin_of(name)
-    for tactic in plugin.tactics or (0,):
+    for tactic in (plugin.tactics or (0,))[: 2 if sm == 90 else 1]:
         kernel = kernel_of(name, **({"tactic": tactic} if plugin.tactics else {}))
         text = trt.ptx(plugin, kernel, sm).decode()
         entry = re.search(rf"\.visible \.entry {kernel.name}\((.*?)\)", text, re.DOTALL)
@@ -272,18 +273,37 @@ def test_the_digest_of_a_class_is_that_of_its_folder(tmp_path: Path) -> None:
     assert folder_digest(tmp_path, {"scale": 1.0}) != known
 
 
+@pytest.mark.parametrize(("name", "tactic"), [("topk_router", 0), ("norm_rope_cache_fp8", 0), ("fp8_quantize", 2)])
+def test_the_embedded_kernel_on_the_cpu_vs_reference(name: str, tactic: int, tmp_path: Path) -> None:
+    """The arranged source, with the arguments and the launch that TensorRT is told; the others have instructions of GPUs alone."""
+    plugin, attributes = plugin_of(name), CASES[name][2]
+    kernel = kernel_of(name, **({"tactic": tactic} if tactic else {}))
+    source = trt.arranged(plugin, kernel)
+    (tmp_path / "kernel.cu").write_bytes(source)
+    found = re.search(rf"^{kernel.name}\(([^)]*)\) \{{$".encode(), source, re.MULTILINE)
+    assert found
+    types = ",".join(part.rpartition(" ")[0] for part in found[1].decode().split(","))
+    library = CudaOnCpu(tmp_path / "kernel.cu", {kernel.name: types}, kernel.macros, tmp_path)
+    given = tensors(name)
+    inputs = dict(zip(plugin.inputs, (each.clone() for each in given), strict=True))
+    outputs = places(name, inputs, attributes, "cpu")
+    arguments = [each.view(torch.uint8).numpy() for each in inputs.values()], [each.view(torch.uint8).numpy() for each in outputs]
+    library.launch(kernel.name, kernel.grid, kernel.threads, *arguments[0], *kernel.numbers.values(), *arguments[1])
+    near(outputs, plugin.reference(*given, **attributes))
+
+
 def tensors(name: str) -> list[torch.Tensor]:
     plugin, shapes = plugin_of(name), (CASES.get(name) or HOST[name])[1]
     values = NUMBERS | (HOST[name][3] if name in HOST else {})
     return [filled(values.get(each), shape, kind) for (each, kind), shape in zip(plugin.inputs.items(), shapes, strict=True)]
 
 
-def places(name: str, inputs: dict[str, torch.Tensor], attributes: dict[str, Any]) -> list[torch.Tensor]:
+def places(name: str, inputs: dict[str, torch.Tensor], attributes: dict[str, Any], device: str = "cuda") -> list[torch.Tensor]:
     """Where outputs belong, poisoned; those in place are their inputs."""
     plugin = plugin_of(name)
     shapes = plugin.shapes(trt.sizes(plugin, [tuple(each.shape) for each in inputs.values()]), **attributes)
     kinds = (DTYPES[kind] for kind in plugin.outputs.values())
-    poisoned = [torch.full(shape, 99.0, device="cuda").to(kind) for shape, kind in zip(shapes, kinds, strict=True)]
+    poisoned = [torch.full(shape, 99.0, device=device).to(kind) for shape, kind in zip(shapes, kinds, strict=True)]
     return [inputs.get(plugin.aliases.get(output, ""), place) for output, place in zip(plugin.outputs, poisoned, strict=True)]
 
 
