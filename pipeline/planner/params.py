@@ -73,9 +73,9 @@ class Part:
         """Stored bytes of all `count` tensors when linear layers are in `fmt`."""
         if self.float32:
             return 4 * self.params
-        return self.count * matrix_bytes(self._stored_as(fmt), self.rows, self.cols)
+        return self.count * matrix_bytes(self.stored_as(fmt), self.rows, self.cols)
 
-    def _stored_as(self, fmt: str) -> str:
+    def stored_as(self, fmt: str) -> str:
         """BF16 for what is not linear, and for kv_b_proj, which `convert` leaves in BF16 unless in FP8 blocks."""
         folded = self.name == "kv_b_proj" and fmt != "fp8_block"
         return fmt if self.cls in LINEAR_CLASSES and not folded else "bf16"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections import Counter
+from dataclasses import asdict, replace
 from typing import Any
 
 from pipeline.config.schema import TensorrtEngineConfig
 from pipeline.core.errors import ConfigError
 from pipeline.engines.tensorrt.library import listed
+from pipeline.engines.tensorrt.memory import FOLDED, held_as, peak
 from pipeline.engines.tensorrt.network.spec import Spec
-from pipeline.engines.tensorrt.networks import layout_of, networks, refuse_impossible
+from pipeline.engines.tensorrt.networks import layout_of, name_of, networks, refuse_impossible
 from pipeline.engines.tensorrt.targets import resolve, unsupported
 from pipeline.planner.case import Case
 from pipeline.planner.choose import Decision
@@ -17,13 +19,9 @@ from pipeline.planner.memory import GIB, kv_bytes_per_token
 from pipeline.planner.params import CLASSES, embedding_parts, layer_parts, main_parts, mtp_layer
 from pipeline.planner.placement import rank_places
 
-__all__ = ["build_peak", "tensorrt_deploy", "tensorrt_memory", "tensorrt_report", "tensorrt_rules"]
+__all__ = ["build_peaks", "stored_bytes_of", "tensorrt_deploy", "tensorrt_memory", "tensorrt_report", "tensorrt_rules"]
 
 KV_NAME = {"float32": "float32", "bfloat16": "bf16"}
-PEAK_FACTOR, PEAK_BASE, PEAK_OF_INPUTS = 3.0, 0.45e9, 0.8e9
-"""Resident memory of a build: bytes of weights times the one, plus the other; a third of it are pages of mapped files. Measured:
-5.3 GB for 1.64 GB in FP8 blocks, 2.9 GB for 1.20 GB in NVFP4 (`scripts/bench_tensorrt_build.py`). The third: a layer of R1 whose
-weights are inputs."""
 
 
 def tensorrt_deploy(case: Case) -> dict[str, Any]:
@@ -70,11 +68,31 @@ def tensorrt_report(case: Case) -> dict[str, Any]:
     }
 
 
-def build_peak(case: Case) -> int:
-    """Resident memory that building the largest engine takes here, in bytes."""
-    if _engine(case).weights == "inputs":
-        return int(PEAK_OF_INPUTS)
-    return int(PEAK_BASE + PEAK_FACTOR * max(_network_bytes(case, spec) for spec in networks(case.config, case.arch)))
+def build_peaks(case: Case, weights: str | None = None, *, alone: bool = False) -> dict[str, int]:
+    """Resident memory that building each engine takes, in bytes, by the engine's name; `alone`: an engine a layer."""
+    engine = _engine(case)
+    config = case.config
+    if alone:
+        config = replace(config, engine=replace(config.engine, tensorrt=replace(engine, layers_per_engine=1)))
+    specs = [spec for spec in networks(config, case.arch) if spec.rank == 0]
+    return {name_of(spec): peak(stored_bytes_of(case, spec), len(spec.layers), weights or engine.weights) for spec in specs}
+
+
+def stored_bytes_of(case: Case, spec: Spec) -> dict[str, int]:
+    """Bytes of the weights of one engine, by what they are held as."""
+    if spec.is_draft:
+        parts = mtp_layer(case.arch, stored=True)
+    else:
+        ends = [*(["embed"] if spec.embeds else []), *(["lm_head", "norm"] if spec.has_head else [])]
+        parts = [part for part in embedding_parts(case.arch) if part.cls in ends]
+        parts += [part for layer in spec.layers for part in layer_parts(case.arch, layer)]
+    found: Counter[str] = Counter()
+    for part in parts:
+        cls = "mtp" if spec.is_draft else part.cls
+        fmt = part.stored_as(case.formats.get(cls, "bf16"))
+        found[held_as(fmt, part.cls == "routed_experts")] += _rank_bytes(case, part, cls)
+        found[FOLDED] += 2 * part.params if part.name == "kv_b_proj" else 0
+    return dict(found)
 
 
 def tensorrt_rules(case: Case) -> list[str]:
@@ -113,11 +131,21 @@ def _warnings(case: Case) -> list[str]:
         warnings.append(
             "TensorRT has no product for FP8 blocks of 128x128: they are dequantised to BF16 at run time, at BF16's speed."
         )
-    peak = build_peak(case)
-    warnings.append(
-        f"Building takes about {peak / 1e9:.1f} GB of memory for the largest engine (engine.tensorrt.layers_per_engine lowers it)."
-    )
+    warnings.append(_building(case))
     return warnings
+
+
+def _building(case: Case) -> str:
+    """Memory of the largest build, and what less would take."""
+    peaks = build_peaks(case)
+    name = max(peaks, key=peaks.__getitem__)
+    others = {
+        "engine.tensorrt.layers_per_engine=1": max(build_peaks(case, alone=True).values()),
+        "engine.tensorrt.weights=inputs": max(build_peaks(case, "inputs").values()),
+    }  # fmt: skip
+    less = [f"{size / 1e9:.1f} GB with {setting}" for setting, size in others.items() if size < 0.9 * peaks[name]]
+    ways = f"; {' or '.join(less)}" if less else ""
+    return f"Building takes {peaks[name] / 1e9:.1f} GB of memory for {name}, the largest of {len(peaks)} engines of a rank{ways}."
 
 
 def _decisions(case: Case) -> tuple[Decision, ...]:
@@ -140,13 +168,6 @@ def _rank_bytes(case: Case, part: Any, cls: str = "") -> int:
     ranks, parallel = layout_of(case.config)
     spread = ranks if part.cls == "routed_experts" or (parallel == "tp" and part.name in ("q_b_proj", "kv_b_proj", "o_proj")) else 1
     return int(part.bytes(case.formats.get(cls or part.cls, "bf16")) // spread)
-
-
-def _network_bytes(case: Case, spec: Spec) -> int:
-    """Bytes of the weights inside one engine."""
-    parts = [part for layer in spec.layers for part in layer_parts(case.arch, layer)]
-    parts += embedding_parts(case.arch) if spec.embeds or spec.has_head else []
-    return sum(_rank_bytes(case, part, "mtp" if spec.is_draft else "") for part in parts)
 
 
 def _drafts(case: Case) -> bool:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from math import prod
 from pathlib import Path
 
 from pipeline.checkpoint.layout import parameters
 from pipeline.core.errors import ConfigError
+from pipeline.core.memory import available_memory
 from pipeline.models.arch import Arch
 
 __all__ = ["available_memory", "heldout_file", "memory_needed", "windows_of"]
-
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def heldout_file(checkpoint: Path, named: str | None) -> Path | None:
@@ -64,18 +62,3 @@ def memory_needed(arch: Arch, tokens: int) -> int:
     """Bytes of one model in float32 and of the log-probabilities of `tokens` positions."""
     weights = sum(prod(shape) for _, shape in parameters(arch))
     return 4 * (weights + tokens * arch.vocab_size)
-
-
-def available_memory() -> int:
-    """Bytes that this process may still take, by the machine's account and its control group's."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([free, *_group_limits()])
-
-
-def _group_limits() -> list[int]:
-    texts = [Path(file).read_text(encoding="ascii").strip() for file in CGROUP_LIMITS if Path(file).is_file()]
-    return [int(text) for text in texts if text.isdigit()]

@@ -20,6 +20,7 @@ from pipeline.core.jsonio import write_json
 from pipeline.core.stage import StageContext
 from pipeline.engines.companions import copy_companions, eos_token_ids
 from pipeline.engines.tensorrt.library import installed_version
+from pipeline.engines.tensorrt.memory import peak, refuse_small, stored_in
 from pipeline.engines.tensorrt.network.collectives import refuse_unlike
 from pipeline.engines.tensorrt.network.linear import BUILT_AS
 from pipeline.engines.tensorrt.network.spec import Spec
@@ -46,6 +47,8 @@ def build(ctx: StageContext) -> None:
     with tempfile.TemporaryDirectory(prefix=".build-", dir=ctx.out.absolute()) as folder, short_name(Path(folder)) as scratch:
         (scratch / "checkpoint").symlink_to(source.absolute())
         work = _Work.of(ctx, scratch)
+        if tight := refuse_small(work.stored, work.specs, work.settings.weights):
+            ctx.progress.note(tight)
         compared = work.compare()
         engines = work.engines(compared["fingerprints"])
         weights = work.weights() if work.settings.weights == "inputs" else {}
@@ -63,6 +66,8 @@ class _Work:
     targets: tuple[int, ...]
     specs: dict[str, Spec]
     """By the names of their engines."""
+    stored: dict[str, dict[str, float]]
+    """Bytes of each one's weights, by what they are held as."""
     scratch: Path
 
     @classmethod
@@ -74,7 +79,10 @@ class _Work:
         formats = {entry.format.name for entry in checkpoint.entries.values()}
         if problems := unsupported(targets, formats, next(iter(specs.values())).dtype):
             raise ConfigError("\n".join(problems))
-        return cls(ctx=ctx, checkpoint=checkpoint, library=library, targets=targets, specs=specs, scratch=scratch)
+        stored = stored_in(checkpoint.entries.values(), specs)
+        return cls(
+            ctx=ctx, checkpoint=checkpoint, library=library, targets=targets, specs=specs, stored=stored, scratch=scratch
+        )  # fmt: skip
 
     @property
     def settings(self) -> TensorrtEngineConfig:
@@ -146,7 +154,9 @@ class _Work:
         how = f"{facts['bytes'] / 1e6:,.1f} MB in {made['seconds']:.1f} s" if made["engine"] == name else f"as {made['engine']}"
         spec, sent = self.specs[name], self.specs[name].sent_per_token
         wire = f", {sent:,} bytes a token to other ranks" if sent else ""
-        self.ctx.progress.note(f"{name}: {facts['layers']} layers, {how}, peak {made['peak_bytes'] / 1e9:.2f} GB{wire}")
+        predicted = peak(self.stored[name], len(self.specs[name].layers), self.settings.weights)
+        memory = f"peak {made['peak_bytes'] / 1e9:.2f} GB ({predicted / 1e9:.2f} predicted)"
+        self.ctx.progress.note(f"{name}: {facts['layers']} layers, {how}, {memory}{wire}")
         return {"file": file} | spec.plain() | facts | ({"sent_bytes_per_token": sent} if sent else {})
 
     def weights(self) -> dict[str, Any]:
