@@ -32,10 +32,10 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def _row(bench: Bench, product: str, x: Tensor, weight: Tensor, out: Tensor, wanted: Tensor, eager: Call) -> dict[str, Any]:
-    theirs, again = (tactics.bmm_query if product == "query" else tactics.bmm_output), torch.empty_like(out)
+    again = torch.empty_like(out)
 
     def bmm() -> Tensor:
-        theirs(x, weight, again)
+        tactics.BMM[product](x, weight, again)
         return again
 
     return bench.row(

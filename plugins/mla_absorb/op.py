@@ -35,24 +35,14 @@ THREADS, SHARED = 160, 8 * TOKENS * 128 + 2 * 2 * TOKENS * 128 + 64 + 1024
 def absorb_query(q: Tensor, w_uk: Tensor) -> Tensor:
     """BF16 [T, A, N + R] and [A, N, L] -> [T, A, L + R]"""
     _check(q, w_uk, q.shape[-1] >= w_uk.shape[1])
-    query = _query(q, w_uk)
-    if _ours(q, w_uk, "query"):
-        launch(q, w_uk, query)
-    else:
-        tactics.bmm_query(q, w_uk, query)
-    return query
+    return _multiplied(q, w_uk, _query(q, w_uk), "query")
 
 
 @torch.library.custom_op("r1_pipeline::absorb_output", mutates_args=(), device_types="cuda")
 def absorb_output(latent: Tensor, w_uv: Tensor) -> Tensor:
     """BF16 [T, A, L] and [A, V, L] -> [T, A, V]"""
     _check(latent, w_uv, latent.shape[-1] == w_uv.shape[2])
-    out = _output(latent, w_uv)
-    if _ours(latent, w_uv, "output"):
-        launch(latent, w_uv, out)
-    else:
-        tactics.bmm_output(latent, w_uv, out)
-    return out
+    return _multiplied(latent, w_uv, _output(latent, w_uv), "output")
 
 
 def launch(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> None:
@@ -99,12 +89,14 @@ def _(latent: Tensor, w_uv: Tensor) -> Tensor:
     return reference.absorb_output(latent, w_uv).bfloat16().contiguous()
 
 
-def _ours(x: Tensor, weight: Tensor, product: str) -> bool:
-    """Whether the kernel takes these shapes and was measured to be the faster one."""
-    if not has_kernel(x, weight):
-        return False
-    same = torch.cuda.get_device_name(x.device), product
-    return tactics.TABLE.choose(same, (x.shape[1], len(x)), tactics.present()) == OURS
+def _multiplied(x: Tensor, weight: Tensor, out: Tensor, product: str) -> Tensor:
+    """out, written by the implementation that was measured to be the faster one."""
+    name = "bmm"
+    if has_kernel(x, weight):
+        same = torch.cuda.get_device_name(x.device), product
+        name = tactics.TABLE.choose(same, (x.shape[1], len(x)), tactics.present())
+    (launch if name == OURS else tactics.BMM[product])(x, weight, out)
+    return out
 
 
 def _weight_matrix(weight: Tensor) -> tuple[Tensor, int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plugins.tactics import OURS, Table, ours_alone
 
-__all__ = ["TABLE", "bmm_output", "bmm_query", "present"]
+__all__ = ["BMM", "TABLE", "bmm_output", "bmm_query", "present"]
 
 TABLE = Table(Path(__file__).with_name("tactics.json"), "mla_absorb", ("device", "product"), ("heads", "tokens"), ("bmm",))
 
@@ -29,3 +29,6 @@ def bmm_query(q: Tensor, w_uk: Tensor, query: Tensor) -> None:
 def bmm_output(latent: Tensor, w_uv: Tensor, out: Tensor) -> None:
     """latent [T, A, L], w_uv [A, V, L] into out [T, A, V]"""
     torch.bmm(latent.transpose(0, 1), w_uv.transpose(1, 2), out=out.transpose(0, 1))
+
+
+BMM = {"query": bmm_query, "output": bmm_output}

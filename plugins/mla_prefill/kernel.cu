@@ -31,13 +31,17 @@ struct Shared {
   int next[STAGES];  // piece
 };
 
-// One thread. All copies wait until the last reader of their space is done.
+// One thread: waits until the last reader of a place is done, and announces that so many bytes will come.
+__device__ __forceinline__ u64* awaited(u64 (&full)[STAGES], u64 (&empty)[STAGES], const Slot& slot, u32 bytes) {
+  barrier_wait(&empty[slot.stage], slot.parity ^ 1);
+  barrier_expect(&full[slot.stage], bytes);
+  return &full[slot.stage];
+}
+
 __device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* key, const TensorMap* rope, const Columns& at,
                                           const Piece& piece, int row, const Slot& slot) {
   const u32 keys = shared_address(shared.keys[slot.stage]);
-  u64* done = &shared.keys_full[slot.stage];
-  barrier_wait(&shared.keys_empty[slot.stage], slot.parity ^ 1);
-  barrier_expect(done, Q_TILES * TILE);
+  u64* done = awaited(shared.keys_full, shared.keys_empty, slot, Q_TILES * TILE);
   copy_tile(keys, key, piece.head * at.key, row, done);
   copy_tile(keys + TILE, key, piece.head * at.key + 64, row, done);
   copy_tile(keys + 2 * TILE, rope, piece.head * at.rope, row, done);
@@ -46,9 +50,7 @@ __device__ __forceinline__ void load_keys(Shared& shared, const TensorMap* key, 
 __device__ __forceinline__ void load_values(Shared& shared, const TensorMap* value, const Columns& at, const Piece& piece, int row,
                                             const Slot& slot) {
   const u32 values = shared_address(shared.values[slot.stage]);
-  u64* done = &shared.values_full[slot.stage];
-  barrier_wait(&shared.values_empty[slot.stage], slot.parity ^ 1);
-  barrier_expect(done, V_TILES * TILE);
+  u64* done = awaited(shared.values_full, shared.values_empty, slot, V_TILES * TILE);
   copy_tile(values, value, piece.head * at.value, row, done);
   copy_tile(values + TILE, value, piece.head * at.value + 64, row, done);
 }
