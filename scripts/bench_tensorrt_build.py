@@ -115,10 +115,8 @@ def real_rank(hf: dict[str, Any], arch: Arch, name: str, specs: list[Spec]) -> I
             yield row
     total = {"rank": name, "engines": len(rows), "seconds": time.monotonic() - started, "peak": max(row["peak"] for row in rows)}
     total |= {key: sum(row[key] for row in rows) for key in ("weights", "engine", "cpu_seconds")}
-    print(
-        f"rank 0 of {specs[0].ranks}: {total['engines']} engines of {total['engine'] / 1e9:.1f} GB in {total['cpu_seconds']:.0f} CPU "
-        f"seconds ({total['seconds']:.0f} s), peak {total['peak'] / 1e9:.2f} GB"
-    )
+    told = f"{total['engines']} engines of {total['engine'] / 1e9:.1f} GB in {total['cpu_seconds']:.0f} CPU seconds"
+    print(f"rank 0 of {specs[0].ranks}: {told} ({total['seconds']:.0f} s), peak {total['peak'] / 1e9:.2f} GB")
     yield total
 
 
