@@ -132,11 +132,11 @@ def test_every_setting_of_layers_builders_and_engines_exists_in_both(real, rtx) 
 
 
 def test_the_interpreter_knows_the_classes_of_both(real, rtx) -> None:
-    from pipeline.engines.tensorrt.interpreter.run import CLASSES
+    from pipeline.engines.tensorrt.interpreter.run import CLASSES, PLUGIN
 
     for library in (real, rtx):
         assert [cls for cls in CLASSES.values() if cls not in library] == []
-        assert [kind for kind in CLASSES if kind not in library["LayerType"]] == []
+        assert [kind for kind in (*CLASSES, PLUGIN) if kind not in library["LayerType"]] == []
 
 
 def test_a_network_does_not_know_its_library() -> None:

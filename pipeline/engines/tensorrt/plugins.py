@@ -71,6 +71,8 @@ class Plugins:
         """Plugin -> the digest of each of its layers' kernels."""
         self.native: dict[str, str] = {}
         """Plugin -> why native layers do its work, where they do."""
+        self._kept: list[Any] = []
+        """What TensorRT only points at."""
 
     def offer(self, net: Definition, name: str, shapes: Sequence[Sequence[int]], attributes: Mapping[str, Any]) -> Any:
         """See `offered`."""
@@ -101,7 +103,9 @@ class Plugins:
     def _layer(self, net: Definition, plugin: Plugin, attributes: Mapping[str, Any], digest: str, *inputs: Tensor) -> list[Tensor]:
         from plugins.trt import call
 
-        layer = net.layer("add_plugin", *_arguments(net.trt, plugin, self.sm, inputs, attributes))
+        arguments = _arguments(net.trt, plugin, self.sm, inputs, attributes)
+        self._kept.append(arguments)
+        layer = net.layer("add_plugin", *arguments)
         layer.metadata = call(plugin, attributes, digest)
         self.used.setdefault(plugin.name, []).append(digest)
         return [net.checked(layer, index) for index in range(len(plugin.outputs))]
