@@ -43,12 +43,18 @@ HOST = {"mla_decode": "mla_decode", "moe_fp8_block": "moe_grouped_gemm"}
 
 @cache
 def declared() -> dict[str, Plugin]:
-    """The plugins that networks use, by name; needs torch."""
+    """The plugins that lie in engines, by name; needs torch."""
     from plugins.router_gemm.trt import PLUGINS as PRODUCTS
     from plugins.topk_router.trt import PLUGINS as ROUTERS
 
-    others = (plugin for folder in HOST.values() for plugin in import_module(f"plugins.{folder}.trt").PLUGINS)
-    return {plugin.name: plugin for plugin in (*ROUTERS, *PRODUCTS, *others)}
+    return {plugin.name: plugin for plugin in (*ROUTERS, *PRODUCTS)}
+
+
+def _plugin(name: str) -> Plugin:
+    """One of those, or one that is launched from the host."""
+    if name not in HOST:
+        return declared()[name]
+    return next(plugin for plugin in import_module(f"plugins.{HOST[name]}.trt").PLUGINS if plugin.name == name)
 
 
 def compiler() -> str:
@@ -84,7 +90,7 @@ class Plugins:
             return None
         from plugins.trt import sizes
 
-        plugin = declared()[name]
+        plugin = _plugin(name)
         kernel = plugin.kernel(sizes(plugin, shapes), **attributes) if plugin.kernel else None
         digest = _built(plugin, kernel, self.sm, attributes)
         return partial(self._layer, net, plugin, attributes, digest)
@@ -97,7 +103,7 @@ class Plugins:
     def _refusal(self, name: str, shapes: Sequence[Sequence[int]], attributes: Mapping[str, Any]) -> str:
         from plugins.trt import sizes, uncovered
 
-        plugin = declared()[name]
+        plugin = _plugin(name)
         return uncovered(plugin, self.sm) or plugin.refusal(sizes(plugin, shapes), **attributes)
 
     def _layer(self, net: Definition, plugin: Plugin, attributes: Mapping[str, Any], digest: str, *inputs: Tensor) -> list[Tensor]:
@@ -148,7 +154,7 @@ def _arguments(trt: Any, plugin: Plugin, sm: int, inputs: Sequence[Tensor], attr
 def interpreted(metadata: str, inputs: Sequence[Array]) -> tuple[Array, ...]:
     """A plugin layer's outputs, by its reference; `metadata` says which it is."""
     asked = json.loads(metadata)
-    outputs = declared()[asked["plugin"]].reference(*(_tensor(value) for value in inputs), **asked["attributes"])
+    outputs = _plugin(asked["plugin"]).reference(*(_tensor(value) for value in inputs), **asked["attributes"])
     return tuple(_array(value) for value in outputs)
 
 
