@@ -176,7 +176,7 @@ def main(descriptor: int, rank: int) -> int:
     """Serve one rank until the leader is gone."""
     from tensorrt_runner import TensorrtRunner
 
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the thread that started it: of Triton's stub, the main one
     connection = Connection(descriptor)
     try:
         info, folder = connection.recv()

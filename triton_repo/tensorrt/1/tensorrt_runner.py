@@ -52,7 +52,7 @@ class TensorrtRunner(Runner):
 
     def join(self, meeting: Path) -> None:
         """Meet the other ranks in an empty folder, and give NCCL's communicator to every engine, in the same order on all ranks:
-        each call waits for theirs."""
+        each call waits for theirs. TensorRT opens libnccl.so.2, which is the one that torch has loaded by then."""
         import torch.distributed as dist
 
         world, device = self.info["ranks"], torch.device(self.device)
