@@ -22,7 +22,7 @@ __all__ = ["OPS", "PLUGINS", "carry", "code", "sources"]
 
 OPS = "ops"
 PLUGINS = ("fused_qkv_a", "mla_absorb", "mla_decode", "mla_prefill", "moe_grouped_gemm", "router_gemm", "topk_router")
-"""Folders of those that the graph can call."""
+"""Folders of those that the graph can call; each has a rule in choose.py and its place in plugged.py."""
 DATA = (".cu", ".cuh", ".json")
 """What plugins read beside modules."""
 
