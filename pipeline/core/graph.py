@@ -17,6 +17,7 @@ from pipeline.core.errors import ConfigError, GateError
 from pipeline.core.events import Console, PlainConsole
 from pipeline.core.explain import explain_miss
 from pipeline.core.key import key_of, key_parts
+from pipeline.core.process import undisturbed
 from pipeline.core.source import Source
 from pipeline.core.stage import Stage
 from pipeline.core.store import SCHEMA, Attempt, Result, Store, tree_digest
@@ -126,8 +127,11 @@ class Graph:
             try:
                 runner = make_executor("inline") if stage.light else executor  # a process would take longer to start than it to run
                 outcome = runner.run(self._call(stage, results, attempt), progress, log)
-            except BaseException:
+            except BaseException as error:
                 console.stage_ended(stage.name, "failed")
+                if not stage.resumable and not isinstance(error, GateError):  # its report lies there
+                    with undisturbed():
+                        attempt.discard()
                 raise
             result = self.store.publish(attempt, self._manifest(state, key, attempt, outcome))
         size = sum(entry["size"] for entry in result.manifest["outputs"].values())
@@ -142,6 +146,7 @@ class Graph:
             checkpoint=str(self.source.folder) if self.source.folder else None,
             out=str(attempt.out),
             tmp=str(attempt.tmp),
+            earlier=[str(result.out) for result in self.store.all(stage.name)] if stage.reuses else [],
         )
 
     def _manifest(self, state: State, key: str, attempt: Attempt, outcome: StageOutcome) -> dict[str, Any]:

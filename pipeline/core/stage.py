@@ -51,7 +51,7 @@ class StageContext:
     `inputs` maps each needed stage to its output folder; `checkpoint` is the source checkpoint folder
     (None only for a stage that does not need one).
     `out` is a folder of its own; of a resumable stage it still holds what a killed run left there, and so does `state`,
-    beside it, which is not part of the result.
+    beside it, which is not part of the result. `earlier` are results of the same stage, of a stage that reuses their parts.
     """
 
     config: Config
@@ -59,6 +59,7 @@ class StageContext:
     checkpoint: Path | None
     out: Path
     progress: Progress
+    earlier: tuple[Path, ...] = ()
 
     @property
     def state(self) -> Path:
@@ -92,6 +93,8 @@ class Stage:
     resumable: bool = False
     light: bool = False
     """Takes well under a second and no torch: `explain` runs it in a folder of its own to see what would follow."""
+    reuses: bool = False
+    """Whether it may take parts that are the same from earlier results of its own (`StageContext.earlier`)."""
     requires: Callable[[Config, Path | None], None] = field(default=lambda config, checkpoint: None)
     """Raises `MissingToolError` where this machine lacks what the stage will need; asked before any stage of a build starts.
     Gets the source checkpoint's folder. Must not import torch."""

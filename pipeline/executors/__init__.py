@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,8 @@ class StageCall:
     checkpoint: str | None
     out: str
     tmp: str
+    earlier: list[str] = field(default_factory=list)
+    """Folders of `StageContext.earlier`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ def run_call(call: StageCall, progress: Progress) -> None:
         checkpoint=Path(call.checkpoint) if call.checkpoint else None,
         out=Path(call.out),
         progress=progress,
+        earlier=tuple(Path(path) for path in call.earlier),
     )
     getattr(importlib.import_module(module), function)(context)
 

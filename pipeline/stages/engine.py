@@ -19,7 +19,7 @@ CODE = {
     "tensorrt": (
         "pipeline/models/deepseek_v3.py", "plugins/fused_qkv_a/reference.py", "plugins/nvrtc.py", "plugins/numerics.cuh",
         "plugins/trt.py", "plugins/trt_class.py",
-        *(f"plugins/{name}/{file}" for name in ("router_gemm", "topk_router") for file in PLUGIN),
+        *(f"plugins/{name}/{file}" for name in ("quantize", "router_gemm", "topk_router") for file in PLUGIN),
     ),
     "torch": ("plugins/topk_router/reference.py", "triton_repo/torch/1/runtime.py"),
     "vllm": ("pipeline/engines/trtllm/build.py",),
@@ -65,6 +65,7 @@ STAGE = Stage(
     ),
     code_of=code_of,
     toolchain=toolchain,
+    reuses=True,
     requires=requires,
     determinism=determinism,
     run="pipeline.stages.engine:run",

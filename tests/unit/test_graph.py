@@ -123,17 +123,19 @@ def test_keys_hold_no_path_and_change_with_every_part() -> None:
     assert len(keys | {key_of(key_parts(STAGES["first"], config, {"x": "1"}))}) == 5
 
 
-def test_a_failed_stage_publishes_nothing_and_keeps_what_came_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [StageError("no"), KeyboardInterrupt()])
+def test_a_failed_stage_publishes_nothing_and_keeps_what_came_before(tmp_path: Path, error: BaseException) -> None:
     class Failing(Recorder):
         def run(self, call: StageCall, progress: Progress, log: Path) -> StageOutcome:
             if call.stage == "second":
                 (Path(call.out) / "half.txt").write_text("half")
-                raise StageError("no")
+                raise error
             return super().run(call, progress, log)
 
-    with pytest.raises(StageError):
+    with pytest.raises(type(error)):
         graph(tmp_path).build(["third"], Failing(), PlainConsole())
     assert not list((tmp_path / "store/results").glob("second/*"))
+    assert not list((tmp_path / "store/work").glob("*/*")), "what it wrote takes no room"
     assert build(tmp_path) == ["second", "third"]
     assert "half.txt" not in describe_tree(tmp_path / "store/results")
 

@@ -53,14 +53,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build(out: Path, checkpoint: Path, *words: str) -> tuple[dict[str, Any], list[str]]:
+def build(out: Path, checkpoint: Path, *words: str, earlier: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[str]]:
     """engine.json and the notes of a build."""
     from pipeline.engines.tensorrt.build import build as run
 
     out.mkdir(parents=True)
     notes = Notes()
     inputs = {"convert": checkpoint}
-    run(StageContext(config=load([*RTX, *SMALL, *words]), inputs=inputs, checkpoint=checkpoint, out=out, progress=notes))
+    config = load([*RTX, *SMALL, *words])
+    run(StageContext(config=config, inputs=inputs, checkpoint=checkpoint, out=out, progress=notes, earlier=earlier))
     assert notes.done == notes.total  # every step of every engine was told
     return json.loads((out / "engine.json").read_text()), notes.notes
 
@@ -227,8 +228,15 @@ def test_weights_as_inputs_lie_beside_engines_that_do_not_depend_on_them(checkpo
     assert {name for name in inputs if name.startswith(("model.", "lm_head."))} == set(stored.keys())
     assert stored.get_slice("model.layers.1.mlp.experts.gate_proj.weight").get_shape() == [16, 128, 128]
     assert any("not compared" in note for note in notes)
-    for name, spec in specs(other, *words).items():
-        assert describe(external(other, spec, tmp_path))["network"] == info["engines"][name]["network"]
+    again, notes = build(tmp_path / "b", other, *words, earlier=(tmp_path / "a",))
+    assert sum("as built before" in note for note in notes) == 2
+    for name, engine in again["engines"].items():
+        assert engine["network"] == info["engines"][name]["network"]
+        assert (tmp_path / "b" / engine["file"]).samefile(tmp_path / "a" / engine["file"])
+    weights = [(tmp_path / part / "weights" / "rank0.safetensors").read_bytes() for part in "ab"]
+    assert weights[0] != weights[1]
+    words = (*words, "engine.tensorrt.targets=[121]")
+    assert not any("built before" in note for note in build(tmp_path / "c", other, *words, earlier=(tmp_path / "a",))[1])
 
 
 def specs(checkpoint: Path, *words: str) -> dict[str, Any]:

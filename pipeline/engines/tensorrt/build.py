@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint import Checkpoint
 from pipeline.core.errors import ConfigError, StageError
-from pipeline.core.jsonio import write_json
+from pipeline.core.jsonio import read_json, write_json
 from pipeline.core.stage import StageContext
 from pipeline.engines.companions import copy_companions, eos_token_ids
 from pipeline.engines.tensorrt.library import installed_version
@@ -128,10 +128,23 @@ class _Work:
         built: dict[str, dict[str, Any]] = {}
         for names in [list(self.specs)] if self.settings.weights == "inputs" else [[name] for name in self.specs]:
             tables = {name: self.specs[name].plain() for name in names}
-            made = self.run("worker", names[0], task="build", specs=tables)["built"]
+            made = self.run("worker", names[0], task="build", specs=tables, earlier=self._earlier())["built"]
             built |= {name: self._placed(name, made[name], fingerprints.get(name)) for name in names}
             self._refuse_unlike_ranks(built)
         return built
+
+    def _earlier(self) -> dict[str, str]:
+        """Network -> its engine among earlier results: without weights inside, the same serves another checkpoint of this shape."""
+        if self.settings.weights != "inputs":
+            return {}
+        same = {"kind": "tensorrt", "weights": "inputs", "library": self.library, "version": installed_version(self.library),
+                "targets": [f"SM{sm}" for sm in self.targets]}  # fmt: skip
+        found = {}
+        for folder in reversed(self.ctx.earlier):
+            info = read_json(folder / "engine.json")
+            if all(info.get(key) == value for key, value in same.items()):
+                found |= {engine["network"]: str(folder / engine["file"]) for engine in info["engines"].values()}
+        return found
 
     def _refuse_unlike_ranks(self, built: Mapping[str, Mapping[str, Any]]) -> None:
         """What ranks exchange in networks of the same part must be the same; TensorRT does not look."""
@@ -152,6 +165,7 @@ class _Work:
             if self.library == "tensorrt_rtx":
                 check_header(self.ctx.out / file, self.targets)
         how = f"{facts['bytes'] / 1e6:,.1f} MB in {made['seconds']:.1f} s" if made["engine"] == name else f"as {made['engine']}"
+        how = f"{facts['bytes'] / 1e6:,.1f} MB, as built before" if made["reused"] else how
         spec, sent = self.specs[name], self.specs[name].sent_per_token
         wire = f", {sent:,} bytes a token to other ranks" if sent else ""
         predicted = peak(self.stored[name], len(self.specs[name].layers), self.settings.weights)

@@ -52,7 +52,8 @@ def network(
 
 
 def _build(request: dict[str, Any], folder: Path, events: EventWriter, stop: list[int]) -> dict[str, Any]:
-    """Engines by name. Alike networks whose weights are inputs share the first one's, which `engine` names."""
+    """Engines by name. Alike networks whose weights are inputs share the first one's, which `engine` names; one that `earlier`
+    has (network -> file) is linked, not built."""
     checkpoint, inputs = Checkpoint.open(folder / request["checkpoint"]), request["weights"] == "inputs"
     known: dict[str, str] = {}
     built = {}
@@ -65,16 +66,27 @@ def _build(request: dict[str, Any], folder: Path, events: EventWriter, stop: lis
         }
         engine = known.setdefault(facts["network"], name) if inputs else name
         path = folder / f"{engine}.engine"
-        if engine == name:
+        earlier = request.get("earlier", {}).get(facts["network"]) if engine == name else None
+        if earlier:
+            os.link(earlier, path)
+            events.advance(100)
+        elif engine == name:
             build(
                 net, request["library"], request["targets"], path, refit=request["weights"] == "refit", advance=events.advance,
                 stopped=lambda: bool(stop),
             )  # fmt: skip
-            (folder / f"{name}.layers.txt").write_text(listing(net), encoding="utf-8")
         else:
             events.advance(100)
+        if engine == name:
+            (folder / f"{name}.layers.txt").write_text(listing(net), encoding="utf-8")
         facts |= {"bytes": path.stat().st_size}
-        built[name] = {"facts": facts, "engine": engine, "seconds": time.monotonic() - started, "peak_bytes": peak_bytes()}
+        built[name] = {
+            "facts": facts,
+            "engine": engine,
+            "reused": bool(earlier),
+            "seconds": time.monotonic() - started,
+            "peak_bytes": peak_bytes(),
+        }
     return {"built": built}
 
 
