@@ -47,8 +47,8 @@ class Kernel:
     threads: int
     numbers: Mapping[str, Size] = field(default_factory=dict)
     """Parameters that follow from shapes, 32 bits each."""
-    constants: Mapping[str, float | int] = field(default_factory=dict)
-    """Parameters that are known when the kernel is compiled."""
+    constants: Mapping[str, float | int | str] = field(default_factory=dict)
+    """Parameters that are known when the kernel is compiled; a pointer as an expression of others."""
     shared: int = 0
     """Bytes of dynamic shared memory."""
 
@@ -107,12 +107,14 @@ def arranged(plugin: Plugin, kernel: Kernel) -> bytes:
     if astray := sorted(declared.keys() - set(order) - kernel.constants.keys()):
         raise StageError(f"{kernel.name} of {plugin.name} has parameters that its trt.py gives no value: {', '.join(astray)}.")
     listed = ", ".join(declared.get(name, f"const void* {name}") for name in order)
-    constants = "".join(f"\n  const {declared[name]} = {_literal(value)};" for name, value in kernel.constants.items())
+    constants = "".join(f"\n  {_constant(declared[name], value)};" for name, value in kernel.constants.items())
     return f"{text[: entry.start()]}{kernel.name}({listed}) {{{constants}{text[entry.end() :]}".encode()
 
 
-def _literal(value: float | int) -> str:
-    return f"(float){value.hex()}" if isinstance(value, float) else str(int(value))
+def _constant(declared: str, value: float | int | str) -> str:
+    if isinstance(value, str):
+        return f"{declared} = {value}"
+    return f"const {declared} = " + (f"(float){value.hex()}" if isinstance(value, float) else str(int(value)))
 
 
 def _options(kernel: Kernel, target: str) -> tuple[str, ...]:

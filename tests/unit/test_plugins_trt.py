@@ -35,6 +35,8 @@ CASES: dict[str, tuple[str, list[list[int]], dict[str, Any]]] = {
     "norm_rope_cache": ("fused_qkv_a", TAIL, {"kv_scale": 1.0, "eps": 1e-6}),
     "norm_rope_cache_fp8": ("fused_qkv_a", TAIL, {"kv_scale": 0.5, "eps": 1e-6}),
     "fp8_quantize": ("quantize", [[7, 7168]], {}),
+    "nvfp4_pack": ("quantize", [[7, 7168], [1, 1, 1]], {}),
+    "nvfp4_unpack": ("quantize", [[7, 4032], [1, 1, 1]], {}),
 }
 """Plugin -> its folder, shapes of its inputs and attributes, as in DeepSeek-R1."""
 DECODE = {"scale": 0.1, "latent": 512, "kv_scale": 1.0}
@@ -56,7 +58,7 @@ HOST: dict[str, tuple[str, list[list[int]], dict[str, Any], dict[str, list[int]]
     ),
 }  # fmt: skip
 """The same of those that are launched from the host, small, and the whole numbers that they are given."""
-DYNAMIC = {"logits", "x", "qkv", "positions", "slots", "cache"}
+DYNAMIC = {"logits", "x", "qkv", "positions", "slots", "cache", "codes"}
 """Inputs whose first dimension is the step's."""
 NUMBERS = {"positions": [4, 0, 9, 5, 1, 3, 2], "slots": [639, -1, 0, 5, 77, 3, 12]}
 """Whole numbers that a case with such inputs is given."""
@@ -151,8 +153,13 @@ def launched(name: str, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     ]
     monkeypatch.setattr(op, "SOURCE", Recorder())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    halves = [part.view(torch.uint8)[..., : 7168 // 2] for part in (outputs[0], inputs[0])], [
+        part.view(torch.uint8)[..., 7168 // 2 :].view(torch.float8_e4m3fn) for part in (outputs[0], inputs[0])
+    ]
     run = {
         "topk_router": lambda: op.launch(*inputs, *outputs, **ROUTING), "fp8_quantize": lambda: op.launch_fp8(*inputs, *outputs),
+        "nvfp4_pack": lambda: op.launch_nvfp4(*inputs, halves[0][0], halves[1][0]),
+        "nvfp4_unpack": lambda: op.nvfp4_dequantize._init_fn(halves[0][1], halves[1][1], inputs[1]),
         **dict.fromkeys(("router_gemm", "qkv_a"), lambda: op.launch(*inputs, *outputs)),
         **dict.fromkeys(("norm_rope_cache", "norm_rope_cache_fp8"), lambda: op.launch(*inputs, outputs[0], **attributes)),
     }  # fmt: skip
@@ -169,7 +176,7 @@ def test_launches_are_those_of_the_op(name: str, monkeypatch: pytest.MonkeyPatch
     found = launched(name, monkeypatch)
     assert (found.name, found.macros, found.grid, found.threads) == (kernel.name, kernel.macros, kernel.grid, kernel.threads)
     given = {key: value for key, value in zip(order, found.arguments, strict=True) if not isinstance(value, torch.Tensor)}
-    assert given == {**kernel.numbers, **kernel.constants}
+    assert given == {**kernel.numbers, **{key: value for key, value in kernel.constants.items() if not isinstance(value, str)}}
 
 
 def test_digests_tell_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +280,9 @@ def test_the_digest_of_a_class_is_that_of_its_folder(tmp_path: Path) -> None:
     assert folder_digest(tmp_path, {"scale": 1.0}) != known
 
 
-@pytest.mark.parametrize(("name", "tactic"), [("topk_router", 0), ("norm_rope_cache_fp8", 0), ("fp8_quantize", 2)])
+@pytest.mark.parametrize(("name", "tactic"), [
+    ("topk_router", 0), ("norm_rope_cache_fp8", 0), ("nvfp4_pack", 2), ("nvfp4_unpack", 1),
+])  # fmt: skip
 def test_the_embedded_kernel_on_the_cpu_vs_reference(name: str, tactic: int, tmp_path: Path) -> None:
     """The arranged source, with the arguments and the launch that TensorRT is told; the others have instructions of GPUs alone."""
     plugin, attributes = plugin_of(name), CASES[name][2]

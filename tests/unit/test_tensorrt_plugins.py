@@ -145,6 +145,16 @@ def test_ranks_add_what_their_own_experts_give(tmp_path: Path, wide: Checkpoint)
     assert np.abs(two - one).max() < 0.02 * np.abs(one).max()
 
 
+def test_tokens_travel_in_fp4_by_two_kernels(tmp_path: Path, wide: Checkpoint) -> None:
+    """The same bytes but for 128 less: the model computes the same."""
+    what = spec(wide, "absorbed", max_tokens=2, ranks=2, gather="fp4")
+    native, ours = (network(wide, what, tmp_path, sm) for sm in (0, 90))
+    assert ours.plugins is not None and {"nvfp4_pack", "nvfp4_unpack"} <= set(ours.plugins.used)
+    assert len(kinds(native)) - len(kinds(ours)) > 70
+    native, ours = (logits(wide, tmp_path, sm, ranks=2, gather="fp4") for sm in (0, 90))
+    assert np.array_equal(ours, native)
+
+
 def test_the_host_s_ops_are_for_hopper_alone(tmp_path: Path, latent: Checkpoint, wide: Checkpoint) -> None:
     for checkpoint, name in ((latent, "mla_decode"), (wide, "moe_fp8_block")):
         what = spec(checkpoint, "absorbed", max_tokens=2, max_seq_len=64, host_plugins=True)

@@ -2,14 +2,16 @@
 
     topk_router     the choice of experts: one kernel for some twenty layers
     router_gemm     the router's product in BF16 without casts to float32, in networks of up to 64 tokens a step
+    nvfp4_pack      and nvfp4_unpack: rows on their way to other ranks' experts (engine.tensorrt.gather=fp4), two kernels for
+                    forty layers
     mla_decode      latent attention of decoding, which TensorRT takes apart: of heads of 576 it has no fused kernel (SM90)
     moe_fp8_block   routed experts in FP8 blocks as they are, which TensorRT would widen, each on every token (SM90)
 
-`engine.tensorrt.plugins=auto` takes the first two: they lie in the engine itself, so nothing has to be installed where it runs, and
-save launches in every layer with experts. `all` takes the others, too; they are launched from Python, by this package, wherever
-the engine is built or runs. Of what else `plugins/*/trt.py` declare, no network takes the latent write (its output in place is a
-preview feature of TensorRT), the quantisers (no product of TensorRT takes FP8 in groups, its cache no FP8) or packed prefill.
-Where a plugin does not cover the chip or the sizes, native layers do its work, and `engine.json` says why.
+`engine.tensorrt.plugins=auto` takes all but the last two: they lie in the engine itself, so nothing has to be installed where it
+runs, and save launches in every layer with experts. `all` takes those, too; they are launched from Python, by this package,
+wherever the engine is built or runs. Of what else `plugins/*/trt.py` declare, no network takes the latent write (its output in
+place is a preview feature of TensorRT), the other quantisers (no product of TensorRT takes FP8 in groups, its cache no FP8) or
+packed prefill. Where a plugin does not cover the chip or the sizes, native layers do its work, and `engine.json` says why.
 
 Not run: an engine with plugins was neither built nor run; the interpreter computes them by their reference.
 """
@@ -44,10 +46,11 @@ HOST = {"mla_decode": "mla_decode", "moe_fp8_block": "moe_grouped_gemm"}
 @cache
 def declared() -> dict[str, Plugin]:
     """The plugins that lie in engines, by name; needs torch."""
+    from plugins.quantize.trt import PLUGINS as QUANTISERS
     from plugins.router_gemm.trt import PLUGINS as PRODUCTS
     from plugins.topk_router.trt import PLUGINS as ROUTERS
 
-    return {plugin.name: plugin for plugin in (*ROUTERS, *PRODUCTS)}
+    return {plugin.name: plugin for plugin in (*ROUTERS, *PRODUCTS, *QUANTISERS)}
 
 
 def _plugin(name: str) -> Plugin:

@@ -21,6 +21,7 @@ import numpy as np
 from pipeline.engines.tensorrt.graph import Graph, Tensor
 from pipeline.engines.tensorrt.network.spec import FP4_BLOCK as BLOCK
 from pipeline.engines.tensorrt.network.spec import Spec
+from pipeline.engines.tensorrt.plugins import offered
 from pipeline.formats.numerics import E4M3, Array, decode_e2m1
 
 __all__ = ["LARGEST", "pack", "travel", "unpack"]
@@ -38,11 +39,22 @@ def travel(net: Graph, spec: Spec, x: Tensor, scale: Tensor | None, way: Callabl
     """x [N, H] through the collective `way`, packed where `scale` is given."""
     if scale is None:
         return way(net, spec, x)
+    ours = _kernels(net, spec)
     with net.scope("pack"):
-        packed = pack(net, x, scale)
+        packed = ours[0](x, scale)[0] if ours else pack(net, x, scale)
     packed = way(net, spec, packed)
     with net.scope("unpack"):
-        return unpack(net, packed, scale, spec.arch.hidden_size, x.dtype)
+        return ours[1](packed, scale)[0] if ours else unpack(net, packed, scale, spec.arch.hidden_size, x.dtype)
+
+
+def _kernels(net: Graph, spec: Spec) -> tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor]]] | None:
+    """Both ends as plugins, or neither: their bytes are codes and scales themselves, without the 128 less."""
+    if spec.dtype != "bfloat16":
+        return None
+    size = spec.arch.hidden_size
+    there, back = (offered(net, name, [(-1, columns), (1, 1, 1)])
+                   for name, columns in (("nvfp4_pack", size), ("nvfp4_unpack", size * 9 // 16)))  # fmt: skip
+    return (there, back) if there and back else None
 
 
 def pack(net: Graph, x: Tensor, scale: Tensor) -> Tensor:
