@@ -27,6 +27,7 @@ from pipeline.engines.tensorrt.network.spec import Spec  # noqa: E402
 from pipeline.engines.tensorrt.networks import networks  # noqa: E402
 from pipeline.engines.tensorrt.reference import reference  # noqa: E402
 from pipeline.engines.tensorrt.session import Session  # noqa: E402
+from pipeline.engines.tensorrt.show import lines  # noqa: E402
 from pipeline.engines.tensorrt.weights import Weights  # noqa: E402
 from plugins.fp4_allgather import op as plugin  # noqa: E402
 from tests._utils import random_checkpoint  # noqa: E402
@@ -232,3 +233,19 @@ def test_networks_of_ranks_that_differ_are_refused_before_they_run(tmp_path, sma
 def test_ways_that_tensor_parallelism_does_not_have_are_refused(words, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence):
         networks(load_config(["+hw=rtx_pro_6000", "engine=tensorrt", "parallel.tp=2", *words]), ARCH)
+
+
+@pytest.mark.parametrize(("values", "told"), [
+    ({"gather": "fp4", "exchange": "all_to_all"}, "  exchange all_to_all, tokens in fp4: 688 bytes a token to other ranks"),
+    ({"parallel": "tp"}, "  all-reduce: 1,536 bytes a token to other ranks"),
+])  # fmt: skip
+def test_inspect_tells_what_ranks_send(small, values, told) -> None:
+    what = specs_of(2, small, dtype="bfloat16", **values)[0]
+    built = {"layers": 1, "bytes": 1, "network": "0", "inputs": {}, "outputs": {}}
+    engine = what.plain() | built | {"sent_bytes_per_token": what.sent_per_token}
+    info = {
+        "library": "tensorrt_rtx", "version": "1", "targets": ["SM120"], "dtype": "bfloat16", "ranks": 2, "parallel": what.parallel,
+        "weights": "embedded", "computed_as": {}, "engines": {"rank0_expanded": engine}, "agreement": [], "not_compared": "",
+        "not_run": "",
+    }  # fmt: skip
+    assert told in list(lines(info))

@@ -124,6 +124,9 @@ def lines(info: dict[str, Any]) -> Iterator[str]:
         yield from _plugins(engine.get("plugins"))
         sizes = f"rows {engine['max_batch']}, tokens a row {engine['max_tokens']}, cache {engine['max_seq_len']}"
         yield f"  {sizes}, moe {engine['moe']}"
+        if sent := engine.get("sent_bytes_per_token"):
+            way = f"exchange {engine['exchange']}, tokens in {engine['gather']}" if engine["parallel"] == "adp" else "all-reduce"
+            yield f"  {way}: {sent:,} bytes a token to other ranks"
         yield f"  in   {_bindings(engine['inputs'])}"
         yield f"  out  {_bindings(engine['outputs'])}"
     yield from _agreement(info)
