@@ -134,7 +134,7 @@ class _Work:
         self.progress.note(f"{nodes} nodes of {len(made['operators'])} kinds, opset {wish.opset}, {weights} of weights")
         for note in made["notes"]:
             self.progress.note(note)
-        compared = self._checked()
+        compared = self._checked() if made["comparable"] else {"agreement": [], "not_compared": made["notes"][0]}
         engine = self._engine(made["inputs"]) if wish.targets else None
         versions = {name: metadata.version(name) for name in ("torch", "onnx", "onnxscript", "onnxruntime")}
         facts = {key: made[key] for key in ("inputs", "outputs", "operators", "parameters", "weight_bytes", "notes")}

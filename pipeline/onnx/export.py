@@ -233,6 +233,7 @@ def export(request: dict[str, Any], folder: Path, events: EventWriter, stop: lis
     kinds = {name: str(leaf.dtype).removeprefix("torch.") for name, (leaf, _) in inputs.items()}
     return {
         "notes": notes,
+        "comparable": (folder / CASES.format(0)).exists(),
         "inputs": {name: {"dtype": kinds[name], "range": shapes} for name, (_, shapes) in inputs.items()},
         "outputs": outputs,
         "operators": dict(sorted(Counter(node.op_type for node in converted.model.graph).items())),

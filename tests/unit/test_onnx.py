@@ -33,12 +33,13 @@ class Net(torch.nn.Module):
             past.add_(x)
         if self.kind == "branch" and x.sum() > 0:
             return x
-        return {"y": self.proj(x) + past, "where": x.argmax(-1), "nested": [past * 2]}
+        return {"y": self.proj(x) + past.to(x.dtype), "where": x.argmax(-1), "nested": [past * 2]}
 
 def make(kind="good", most="6"):
     open_rows = {0: Dim("B", min=1, max=int(most) if most else None)}
     torch.manual_seed(0)
-    return Net(kind), (torch.ones(3, 16), torch.zeros(3, 16)), (open_rows, open_rows)
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    return Net(kind).to(dtype), (torch.ones(3, 16, dtype=dtype), torch.zeros(3, 16)), (open_rows, open_rows)
 
 def odd():
     return Net("good")
@@ -118,14 +119,18 @@ def test_names_ranges_and_bytes_are_the_module_s_and_the_same_each_time(tmp_path
     model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
     assert model.opset_import[0].version == 23
     assert any(node.name.startswith("proj.") for node in model.graph.node)
-    open_ended = exported(tmp_path, monkeypatch, most="")
-    assert open_ended["inputs"]["x"]["range"][2] == [None, 16]
+
+
+def test_what_numpy_has_no_type_for_is_exported_and_not_compared(tmp_path, monkeypatch) -> None:
+    made = exported(tmp_path, monkeypatch, kind="bfloat16")
+    assert not made["comparable"] and "onnxruntime was not asked: " in made["notes"][0] and "BFloat16" in made["notes"][0]
+    assert (tmp_path / "model.onnx").is_file() and made["inputs"]["x"]["dtype"] == "bfloat16"
 
 
 def test_onnxruntime_is_held_against_torch_at_two_sizes(tmp_path, monkeypatch) -> None:
     """A weight that is changed in the file is seen."""
     pytest.importorskip("onnxruntime", reason="pip install 'r1-pipeline[onnx]'")
-    exported(tmp_path, monkeypatch)
+    assert exported(tmp_path, monkeypatch, most="")["inputs"]["x"]["range"][2] == [None, 16]  # what an engine would refuse
     from pipeline.onnx.check import check
 
     rows = check({}, tmp_path, EventWriter(io.StringIO()), [])["agreement"]
