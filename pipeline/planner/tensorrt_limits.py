@@ -64,6 +64,7 @@ def tensorrt_report(case: Case) -> dict[str, Any]:
         "limits": [],
         "decisions": [asdict(decision) for decision in _decisions(case)],
         "warnings": _warnings(case),
+        "build_memory": build_peaks(case),
         "not_checked": ["Nothing here ran on a GPU; activations and TensorRT's scratch memory are not counted."],
     }
 

@@ -18,6 +18,7 @@ from pipeline.engines.tensorrt.networks import name_of, networks
 from pipeline.models.arch import Arch
 from pipeline.planner.case import case_of
 from pipeline.planner.params import embedding_parts, layer_parts, mtp_layer
+from pipeline.planner.plan import make_plan
 from pipeline.planner.tensorrt_limits import build_peaks, stored_bytes_of
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,8 @@ def test_plan_and_checkpoint_count_the_same() -> None:
     for name, spec in specs.items():
         planned = {kind: size for kind, size in stored_bytes_of(case, spec).items() if size}
         assert {kind: size for kind, size in held[name].items() if size} == planned, name
+    report = make_plan(config, json.loads((TINY_R1 / "config.json").read_text())).report
+    assert report["build_memory"] == build_peaks(case)
     assert sorted(build_peaks(case)) == sorted(name for name, spec in specs.items() if spec.rank == 0)
 
 

@@ -23,6 +23,8 @@ COLOURS = {
 }  # fmt: skip
 """Word of a block's first major layer -> its colour; white for all others."""
 OPEN, CLOSED = "#f6f7f9", "#dfe5ee"
+WEIGHTS = ("model.", "lm_head.")
+"""Beginnings of the names of weights that are inputs."""
 OUT = "out of the cluster: "
 
 
@@ -57,10 +59,11 @@ def svg(drawn: Picture, title: str) -> str:
     sent = {source for block in drawn.blocks for source in block.reads if boxes[source].block.cluster != block.cluster}
     for cluster in drawn.clusters:
         inside = [block for block in drawn.blocks if block.cluster == cluster]
-        half, bottom = _arrange(inside, sent, boxes, paths, top + HEAD + 4)
-        if len(inside) > 1:
+        framed = len(inside) > 1
+        half, bottom = _arrange(inside, sent, boxes, paths, top + (HEAD + 4 if framed else 0))
+        if framed:
             parts.append(_frame(cluster, half, top, bottom))
-        top, widest = bottom + BETWEEN, max(widest, half)
+        top, widest = bottom + (BETWEEN / 2 if framed else 0), max(widest, half)
     parts += [_line(boxes, paths, source, block) for block in drawn.blocks for source in block.reads]
     parts += [text for box in boxes.values() for text in _drawn(box)]
     width, height = 2 * (widest + MARGIN), top
@@ -80,8 +83,11 @@ def text_of(block: Block) -> list[str]:
     """What is written in a block, the title first."""
     majors = [f"{count} {word}" if count > 1 else word for word, count in block.majors.items()]
     texts = _closed(block, majors) if block.name == block.cluster else _opened(block, majors)
-    inputs, outputs = _wrapped(block.named), _wrapped(block.outputs)
-    return [*texts, *(f"in: {_open(text)}" for text in inputs), *(f"out: {text}" for text in outputs)]
+    weights = [name.rsplit(".", 2)[-2:] for name in block.named if name.startswith(WEIGHTS)]
+    told = f"W {'.'.join(weights[0])}" + (f" and {len(weights) - 1} more inputs" if len(weights) > 1 else "") if weights else ""
+    inputs = _wrapped([name for name in block.named if not name.startswith(WEIGHTS)])
+    outputs = [f"out: {text}" for text in _wrapped(block.outputs)]
+    return [*texts, *filter(None, [told]), *(f"in: {_open(text)}" for text in inputs), *outputs]
 
 
 def _opened(block: Block, majors: list[str]) -> Iterator[str]:
@@ -98,7 +104,7 @@ def _closed(block: Block, majors: list[str]) -> Iterator[str]:
     yield from (", ".join(majors[at : at + 4]) for at in range(0, len(majors), 4))
     if block.weights:
         yield f"{len(block.weights)} weights, the largest {_open(block.weights[0])}"
-    yield f"{len(block.layers)} layers"
+    yield "1 layer" if len(block.layers) == 1 else f"{len(block.layers)} layers"
 
 
 def _wrapped(names: Sequence[str]) -> Iterator[str]:
