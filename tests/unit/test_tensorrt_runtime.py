@@ -210,6 +210,19 @@ def test_the_runner_binds_what_engines_read_and_write(tmp_path, small, monkeypat
     assert stats.tokens == 9 and stats.drafted > 0
 
 
+def test_results_cross_processes_in_memory_that_both_map() -> None:
+    import os
+
+    from ranks import Results
+
+    shared = os.memfd_create("results")
+    os.ftruncate(shared, size := Results.size({"max_batch_size": 3, "vocab_size": 7}))
+    mine, theirs = Results(shared, size), Results(shared, size)
+    sent = torch.arange(42, dtype=torch.float32).view(6, 7), torch.tensor([1, 2, 3], dtype=torch.int32)
+    got = theirs.take(mine.put(sent))
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, sent, strict=True))
+
+
 def test_a_communicator_is_given_as_a_capsule() -> None:
     import ctypes
 

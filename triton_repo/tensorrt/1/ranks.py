@@ -1,8 +1,8 @@
 """A process for each rank: rank 0 in the model's own process, which leads, the others started here as `python ranks.py`.
 
-Each opens its engines first; when all have, they join one communicator, and from then on take every step together. Steps and logits
-go through a socket: 4 MB a step for 8 rows of R1's vocabulary, a few milliseconds. A rank that fails says why; the others then wait
-in a collective for ever, so this process ends itself after a grace period, and Triton starts it again.
+Each opens its engines first; when all have, they join one communicator, and from then on take every step together. Steps go through
+a socket, results through memory that both processes map: 4 MB of logits for 8 rows of R1's vocabulary. A rank that fails says why;
+the others then wait in a collective for ever, so this process ends itself after a grace period, and Triton starts it again.
 
 All ranks are on one host.
 """
@@ -10,6 +10,7 @@ All ranks are on one host.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import queue
 import shutil
@@ -21,6 +22,8 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Sequence
+from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ GRACE = 10.0
 SHORTLY = 0.5
 """Seconds in which a rank that ended is noticed."""
 PR_SET_PDEATHSIG = 1
+ALIGNMENT = 64
 
 
 class OneRank:
@@ -59,7 +63,7 @@ class RankGroup:
 
         check_machine(info)
         self._all_answer = info["parallel"] == "adp"
-        self._members = [_Member(rank) for rank in range(1, info["ranks"])]
+        self._members = [_Member(rank, Results.size(info)) for rank in range(1, info["ranks"])]
         try:
             self._tell([(info, str(folder))] * len(self._members))
             self._runner = TensorrtRunner(info, folder, 0)
@@ -73,15 +77,15 @@ class RankGroup:
             raise
 
     def run(self, steps: list[Step]) -> list[tuple[Tensor, ...]]:
-        """See `runtime.Ranks`. Under tensor parallelism rank 0 alone answers.
+        """See `runtime.Ranks`; results are on the CPU. Under tensor parallelism rank 0 alone answers.
 
         Raises:
             RuntimeError: a rank failed; the group is closed.
         """
         try:
             self._tell([(step.kind, _arrays(step.arguments), self._all_answer) for step in steps[1:]])
-            mine = self._runner.run(steps[0])
-            return [mine, *(tuple(torch.from_numpy(array) for array in arrays) for arrays in self._answers())]
+            mine = tuple(value.cpu() for value in self._runner.run(steps[0]))
+            return [mine, *(member.results.take(told) for member, told in zip(self._members, self._answers(), strict=True))]
         except Exception as error:
             time.sleep(SHORTLY)
             causes = [member.failure for member in self._members if member.failure]
@@ -108,19 +112,53 @@ def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
+class Results:
+    """Results of a step in memory that two processes map."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._memory = mmap.mmap(descriptor, size)
+
+    @staticmethod
+    def size(info: dict[str, Any]) -> int:
+        """Bytes of the largest ones: logits of two tokens of every row, and its draft."""
+        rows = info["max_batch_size"]
+        return 2 * rows * info["vocab_size"] * 4 + rows * 4 + 2 * ALIGNMENT
+
+    def put(self, results: Sequence[Tensor]) -> list[tuple[str, list[int]]]:
+        """Write them; what `take` has to be told."""
+        told = [(str(value.dtype).removeprefix("torch."), list(value.shape)) for value in results]
+        for place, value in zip(self.take(told), results, strict=True):
+            place.copy_(value)
+        return told
+
+    def take(self, told: list[tuple[str, list[int]]]) -> tuple[Tensor, ...]:
+        """Tensors that lie there, one behind the other."""
+        found, offset = [], 0
+        for name, shape in told:
+            kind = getattr(torch, name)
+            found.append(torch.frombuffer(self._memory, dtype=kind, count=prod(shape), offset=offset).view(shape))
+            offset += -(-found[-1].nbytes // ALIGNMENT) * ALIGNMENT
+        return tuple(found)
+
+
 class _Member:
     """Another rank, as this process sees it."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.failure = ""
         """Why it does not go on."""
         self._rank, self._closed = rank, threading.Event()
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        shared = os.memfd_create(f"results of rank {rank}")
+        os.ftruncate(shared, size)
+        self.results = Results(shared, size)
         with theirs:
-            words = [_python(), str(Path(__file__).absolute()), str(theirs.fileno()), str(rank)]
-            self._process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            passed = [theirs.fileno(), shared]
+            words = [_python(), str(Path(__file__).absolute()), *map(str, (*passed, size, rank))]
+            self._process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed)
+        os.close(shared)
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._read, name=f"rank {rank}", daemon=True).start()
 
@@ -172,12 +210,12 @@ def _python() -> str:
     return found
 
 
-def main(descriptor: int, rank: int) -> int:
+def main(descriptor: int, shared: int, size: int, rank: int) -> int:
     """Serve one rank until the leader is gone."""
     from tensorrt_runner import TensorrtRunner
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the thread that started it: of Triton's stub, the main one
-    connection = Connection(descriptor)
+    connection, place = Connection(descriptor), Results(shared, size)
     try:
         info, folder = connection.recv()
         runner = TensorrtRunner(info, Path(folder), rank)
@@ -188,7 +226,7 @@ def main(descriptor: int, rank: int) -> int:
             kind, arguments, answers = connection.recv()
             tensors = {name: value if isinstance(value, int) else torch.from_numpy(value) for name, value in arguments.items()}
             results = runner.run(Step(kind, tensors))
-            connection.send(("done", [result.cpu().numpy() for result in results] if answers else []))
+            connection.send(("done", place.put(results) if answers else []))
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:
@@ -199,4 +237,4 @@ def main(descriptor: int, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -35,7 +35,7 @@ class Ranks(Protocol):
     """All ranks of a deployment."""
 
     def run(self, steps: list[Step]) -> list[tuple[Tensor, ...]]:
-        """One step of each rank, together -> the results of each; see `runner.Runner`."""
+        """One step of each rank, together -> the results of each, valid until the next step; see `runner.Runner`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class CompiledEngine:
             of_ranks = {chunk.owner: chunk for chunk in group.values()}
             results = self._together([of_ranks.get(rank, idle).step(length) for rank in range(self._owners)])
             for number, chunk in group.items():
-                found[number] = results[chunk.owner][0]
+                found[number] = results[chunk.owner][0].clone()  # the next step writes over it
                 self._filled[chunk.owner, chunk.row] = chunk.start + len(chunk.tokens)
         return torch.cat([found[number] for number in range(len(chunks))])
 
