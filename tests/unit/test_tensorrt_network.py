@@ -254,7 +254,7 @@ def test_the_mtp_layer_drafts_as_the_reference(tmp_path, model, ids) -> None:
     assert np.abs(logits[0] - wanted[:, -1:]).max() < EXACT
 
 
-WITHIN = dict.fromkeys(("bf16", "fp8_block", "w4a16_nvfp4", "int4_awq", "mxfp8"), 1e-8)
+WITHIN = dict.fromkeys(("bf16", "fp8_block", "w4a16_nvfp4", "int4_awq", "mxfp8", "mxfp4", "w4a8_awq", "w4a8_nvfp4_fp8"), 1e-8)
 WITHIN |= dict.fromkeys(("fp8", "fp8_channel", "nvfp4"), 1e-2)  # activations fall on the other side of a step: the reference, its
 # embedding changed by 1e-6, is as far from itself (3e-3)
 
