@@ -1,4 +1,4 @@
-// Hopper's matrix and copy instructions in the shapes that `kernel.cu` uses. Accumulators are one warpgroup's: row g = lane / 4
+// Hopper's matrix and copy instructions in the shapes that kernels here use. Accumulators are one warpgroup's: row g = lane / 4
 // of a warp's 16, or g + 8; element 4 j + i is column 8 j + 2 (lane % 4) + i % 2 of row g + 8 (i / 2).
 
 typedef unsigned long long u64;
@@ -23,10 +23,11 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory"); }
 
-// Operands of a thread's 32, 64 or 128 sums: their places in the instruction, and the registers.
-#define PLACES_32 \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+// Operands of a thread's 4 to 128 sums: their places in the instruction, and the registers.
+#define PLACES_4 "%0,%1,%2,%3"
+#define PLACES_8 PLACES_4 ",%4,%5,%6,%7"
+#define PLACES_16 PLACES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define PLACES_32 PLACES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define PLACES_64 PLACES_32 "," \
   "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
@@ -36,8 +37,9 @@ __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sy
   "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
   "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define FOUR(s, i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
-#define SUMS_32(s, i) \
-  FOUR(s, i), FOUR(s, i + 4), FOUR(s, i + 8), FOUR(s, i + 12), FOUR(s, i + 16), FOUR(s, i + 20), FOUR(s, i + 24), FOUR(s, i + 28)
+#define SUMS_8(s, i) FOUR(s, i), FOUR(s, i + 4)
+#define SUMS_16(s, i) SUMS_8(s, i), SUMS_8(s, i + 8)
+#define SUMS_32(s, i) SUMS_16(s, i), SUMS_16(s, i + 16)
 #define SUMS_64(s) SUMS_32(s, 0), SUMS_32(s, 32)
 #define SUMS_128(s) SUMS_64(s), SUMS_32(s, 64), SUMS_32(s, 96)
 

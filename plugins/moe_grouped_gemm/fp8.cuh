@@ -1,15 +1,5 @@
 // FP8 in blocks: products of 128 columns, then their sums times both scales into float32.
 
-#define PLACES_4 "%0,%1,%2,%3"
-#define PLACES_8 PLACES_4 ",%4,%5,%6,%7"
-#define PLACES_16 PLACES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define PLACES_64 PLACES_32 "," \
-  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define SUMS_8(s) FOUR(s, 0), FOUR(s, 4)
-#define SUMS_16(s) SUMS_8(s), FOUR(s, 8), FOUR(s, 12)
-#define SUMS_64(s) SUMS_32(s, 0), SUMS_32(s, 32)
-
 // sum [64, N] = (or +=) a [64, 32] * b [N, 32]^T, both in shared memory
 #define PRODUCT(N, PLACES, SUMS, A, B, ADD) \
   __device__ __forceinline__ void product(float (&s)[N / 2], u64 a, u64 b, int add) { \
@@ -17,8 +7,8 @@
                  PLACES "}, " A ", " B ", p, 1, 1; }" : SUMS : "l"(a), "l"(b), "r"(add)); \
   }
 PRODUCT(8, PLACES_4, FOUR(s, 0), "%4", "%5", "%6")
-PRODUCT(16, PLACES_8, SUMS_8(s), "%8", "%9", "%10")
-PRODUCT(32, PLACES_16, SUMS_16(s), "%16", "%17", "%18")
+PRODUCT(16, PLACES_8, SUMS_8(s, 0), "%8", "%9", "%10")
+PRODUCT(32, PLACES_16, SUMS_16(s, 0), "%16", "%17", "%18")
 PRODUCT(64, PLACES_32, SUMS_32(s, 0), "%32", "%33", "%34")
 PRODUCT(128, PLACES_64, SUMS_64(s), "%64", "%65", "%66")
 

@@ -5,12 +5,6 @@
 // codes j and j + 4 are 16 bits apart, so that two shifts and two masks make a pair of BF16 of them, 2^-126 times too small;
 // the product with their scale times 2^110 is exact. Column k is at `place(k)` in the activations, which are written so.
 
-#define PLACES_4 "%0,%1,%2,%3"
-#define PLACES_8 PLACES_4 ",%4,%5,%6,%7"
-#define PLACES_16 PLACES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define SUMS_8(s) FOUR(s, 0), FOUR(s, 4)
-#define SUMS_16(s) SUMS_8(s), FOUR(s, 8), FOUR(s, 12)
-
 constexpr float UNIT = 0x1p16f;  // what sums lack besides the expert's scale
 
 // sum [64, N] += a [64, 16] * b [N, 16]^T, a in registers
@@ -20,8 +14,8 @@ constexpr float UNIT = 0x1p16f;  // what sums lack besides the expert's scale
                  : SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
   }
 PRODUCT(8, PLACES_4, FOUR(s, 0), "%4,%5,%6,%7", "%8")
-PRODUCT(16, PLACES_8, SUMS_8(s), "%8,%9,%10,%11", "%12")
-PRODUCT(32, PLACES_16, SUMS_16(s), "%16,%17,%18,%19", "%20")
+PRODUCT(16, PLACES_8, SUMS_8(s, 0), "%8,%9,%10,%11", "%12")
+PRODUCT(32, PLACES_16, SUMS_16(s, 0), "%16,%17,%18,%19", "%20")
 PRODUCT(64, PLACES_32, SUMS_32(s, 0), "%32,%33,%34,%35", "%36")
 
 __device__ __forceinline__ constexpr int place(int k) {
