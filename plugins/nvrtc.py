@@ -148,7 +148,7 @@ def tensor_map(matrix: Any, rows: int, columns: int = 64, swizzle: bool | None =
     `swizzle`: 16-byte pieces of 128-byte rows in the matrix instructions' order; only BF16's unless said.
     """
     kind = matrix.element_size(), matrix.element_size() == 2 if swizzle is None else swizzle
-    return _tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0), *kind, rows, columns)
+    return _tensor_map(_pointer(matrix), *matrix.shape, matrix.stride(0), *kind, rows, columns)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -173,7 +173,14 @@ def _argument(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return ctypes.c_float(value)
-    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_void_p(_pointer(value))
+
+
+def _pointer(tensor: Any) -> int:
+    """Where a GPU finds it: an address of the host's memory would end the process's work on the GPU."""
+    if not tensor.is_cuda:
+        raise StageError(f"A kernel was given a {list(tensor.shape)} tensor on {tensor.device}: move it to the GPU of the others.")
+    return tensor.data_ptr()
 
 
 def _architecture() -> str:

@@ -63,6 +63,8 @@ def main() -> int:
 
 def start() -> torch.device:
     """The process group, and this rank's device."""
+    if "RANK" not in os.environ:
+        sys.exit("There are no ranks: start this with torchrun --nproc-per-node N.")
     local = int(os.environ.get("LOCAL_RANK", 0))
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         torch.cuda.set_device(local)
@@ -120,7 +122,6 @@ def exchanges(x: Tensor, precision: op.Precision, generator: torch.Generator) ->
         return op.unpack(op.exchange_rows(op.pack(x, precision, scale)[places], sent, received), HIDDEN, precision, scale)
 
     slots = torch.where(goes.t(), goes.t().flatten().cumsum(0).view(ranks, -1) - 1, -1).t().contiguous().int().to(x.device)
-
     once = torch.ones(slots.shape, device=x.device)
 
     def combine(outputs: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ def summed(rows: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     if not rows.is_cuda:
         return plain.finalize(rows, weights, slots)
     out = rows.new_empty((len(weights), rows.shape[1]))
-    kernels.finalize(rows, weights, kernels.Route(slots, slots, slots, slots), out)
+    kernels.finalize(rows, weights, slots, out)
     return out
 
 

@@ -51,12 +51,13 @@ def views(packed: Tensor, columns: int, precision: Precision) -> tuple[Tensor, T
         return packed[:, :codes].view(torch.bfloat16), packed[:, :0]
     inside = packed[:, :codes], packed[:, codes : codes + scales]
     if precision == "fp8":
-        return inside[0].view(torch.float8_e4m3fn), inside[1].view(torch.float32)
-    return inside[0], inside[1].view(torch.float8_e4m3fn)
+        return inside[0].view(reference.FP8), inside[1].view(torch.float32)
+    return inside[0], inside[1].view(reference.FP8)
 
 
 def pack(x: Tensor, precision: Precision, input_scale: Tensor | None = None) -> Tensor:
     """x BF16 [N, K] -> U8 [N, row_bytes], quantised straight into place."""
+    _check(x, precision)
     if precision == "bf16":
         return x.contiguous().view(torch.uint8)
     packed = x.new_empty((x.shape[0], row_bytes(x.shape[1], precision)), dtype=torch.uint8)
@@ -90,7 +91,9 @@ def gather_packed(
     group: Group = None,
 ) -> Tensor:
     """Packed rows of all ranks in order, U8 [sum(sizes), row_bytes]. `sizes`: rows of each rank, where they differ."""
-    _check(x, precision, sizes, group)
+    ranks = dist.get_world_size(group)
+    if sizes is not None and (len(sizes) != ranks or sizes[dist.get_rank(group)] != len(x)):
+        raise ConfigError(f"sizes {list(sizes)} must be the rows of each of the {ranks} ranks; here are {len(x)}.")
     return gather_rows(pack(x, precision, input_scale), sizes, group)
 
 
@@ -110,8 +113,8 @@ def reduce_scatter(x: Tensor, sizes: Sequence[int] | None = None, group: Group =
     """x [rows of all ranks, K] -> [own rows, K]: the sum of what the ranks hold for them. `sizes` as in `gather_packed`."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [len(x) // ranks] * ranks if sizes is None else list(sizes)
-    if sum(sizes) != len(x):
-        raise ConfigError(f"{len(x)} rows cannot be shared out as {sizes}: they must be as many as all ranks' rows.")
+    if len(sizes) != ranks or sum(sizes) != len(x):
+        raise ConfigError(f"{len(x)} rows cannot be shared out as {sizes}: sizes must be the rows of each of the {ranks} ranks.")
     if min(sizes) < max(sizes):
         x = torch.cat([_padded(rows, max(sizes)) for rows in x.split(sizes)])
     share = x.new_empty((max(sizes), x.shape[1]))
@@ -146,7 +149,6 @@ def all_to_all(
     """Rows to ranks: the first send[0] of x to rank 0, and so on -> BF16 [sum(receive), K], by sender."""
     if precision == "nvfp4" and input_scale is None:
         input_scale = common_scale(x, group)
-    _check(x, precision, None, group)
     return unpack(exchange_rows(pack(x, precision, input_scale), send, receive, group), x.shape[1], precision, input_scale)
 
 
@@ -181,11 +183,8 @@ def _needed(input_scale: Tensor | None) -> Tensor:
     return input_scale
 
 
-def _check(x: Tensor, precision: Precision, sizes: Sequence[int] | None, group: Group) -> None:
+def _check(x: Tensor, precision: Precision) -> None:
     unit = {"bf16": 8, "fp8": reference.FP8_GROUP, "nvfp4": op.NVFP4_COLUMNS}[precision]
     if x.dim() != 2 or x.dtype != torch.bfloat16 or x.shape[1] % unit:
         found = f"{x.dtype} {list(x.shape)}"
         raise ConfigError(f"{found} cannot travel in {precision}: it must be bfloat16 [N, K] with K a multiple of {unit}.")
-    ranks = dist.get_world_size(group)
-    if sizes is not None and (len(sizes) != ranks or sizes[dist.get_rank(group)] != len(x)):
-        raise ConfigError(f"sizes {list(sizes)} must be the rows of each of the {ranks} ranks; here are {len(x)}.")

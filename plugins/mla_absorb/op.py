@@ -34,14 +34,14 @@ THREADS, SHARED = 160, 8 * TOKENS * 128 + 2 * 2 * TOKENS * 128 + 64 + 1024
 @torch.library.custom_op("r1_pipeline::absorb_query", mutates_args=(), device_types="cuda")
 def absorb_query(q: Tensor, w_uk: Tensor) -> Tensor:
     """BF16 [T, A, N + R] and [A, N, L] -> [T, A, L + R]"""
-    _check(q, w_uk, q.shape[-1] >= w_uk.shape[1])
+    _check(q, w_uk, output=False)
     return _multiplied(q, w_uk, _query(q, w_uk), "query")
 
 
 @torch.library.custom_op("r1_pipeline::absorb_output", mutates_args=(), device_types="cuda")
 def absorb_output(latent: Tensor, w_uv: Tensor) -> Tensor:
     """BF16 [T, A, L] and [A, V, L] -> [T, A, V]"""
-    _check(latent, w_uv, latent.shape[-1] == w_uv.shape[2])
+    _check(latent, w_uv, output=True)
     return _multiplied(latent, w_uv, _output(latent, w_uv), "output")
 
 
@@ -79,13 +79,13 @@ def _output(latent: Tensor, w_uv: Tensor) -> Tensor:
 
 @absorb_query.register_kernel("cpu")
 def _(q: Tensor, w_uk: Tensor) -> Tensor:
-    _check(q, w_uk, q.shape[-1] >= w_uk.shape[1])
+    _check(q, w_uk, output=False)
     return reference.absorb_query(q, w_uk).bfloat16().contiguous()
 
 
 @absorb_output.register_kernel("cpu")
 def _(latent: Tensor, w_uv: Tensor) -> Tensor:
-    _check(latent, w_uv, latent.shape[-1] == w_uv.shape[2])
+    _check(latent, w_uv, output=True)
     return reference.absorb_output(latent, w_uv).bfloat16().contiguous()
 
 
@@ -109,7 +109,9 @@ def _weight_matrix(weight: Tensor) -> tuple[Tensor, int]:
     return weight.as_strided(((heads - 1) * (head // row) + height, width), (row, 1)), head // row
 
 
-def _check(x: Tensor, weight: Tensor, fits: bool) -> None:
-    if x.dim() != 3 or weight.dim() != 3 or len(weight) != x.shape[1] or not fits or {x.dtype, weight.dtype} != {torch.bfloat16}:
+def _check(x: Tensor, weight: Tensor, output: bool) -> None:
+    heads = x.dim() == weight.dim() == 3 and len(weight) == x.shape[1]
+    fits = heads and (x.shape[2] == weight.shape[2] if output else x.shape[2] >= weight.shape[1])
+    if not fits or {x.dtype, weight.dtype} != {torch.bfloat16}:
         found = f"x is {x.dtype} {list(x.shape)} and weight {weight.dtype} {list(weight.shape)}"
         raise ConfigError(f"{found}: they must be bfloat16 [T, A, N + R] and [A, N, L], or [T, A, L] and [A, V, L].")

@@ -24,13 +24,13 @@ from torch import Tensor
 from pipeline.core.errors import ConfigError
 from plugins.mla_decode import reference, tactics
 from plugins.nvrtc import Source, aligned, processors, tensor_map
+from plugins.quantize.reference import FP8
 from plugins.tactics import OURS
 
 __all__ = ["mla_decode"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"), specific=True)
 DIM, LATENT, BLOCK = 576, 512, 64
-FP8 = torch.float8_e4m3fn
 THREADS, SHARED = 384, 3 * 9 * 8192 + 1024 + 128 + 1024
 """Threads of a CTA; bytes of its queries, two blocks of keys, row sums and barriers, and their alignment."""
 OVERHEAD = 1.5
@@ -135,12 +135,13 @@ def _parts(device: torch.device, rows: int, splits: int) -> tuple[Tensor, Tensor
 
 
 def _check(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, latent: int) -> None:
-    if q.dim() != 4 or cache.dim() != 3 or q.shape[3] != cache.shape[2] or q.dtype != torch.bfloat16:
+    if q.dim() != 4 or cache.dim() != 3 or not cache.shape[1] or q.shape[3] != cache.shape[2] or q.dtype != torch.bfloat16:
         found = f"q is {q.dtype} {list(q.shape)}, cache {cache.dtype} {list(cache.shape)}"
         raise ConfigError(f"{found}: they must be bfloat16 [B, T, A, D] and [pages, page, D].")
     if cache.dtype not in (torch.bfloat16, FP8):
         raise ConfigError(f"cache is {cache.dtype}: it must be bfloat16 or float8_e4m3fn.")
-    if (table.dtype, lengths.dtype) != (torch.int32, torch.int32) or len(table) != len(q) or lengths.shape != (len(q),):
+    whole = (table.dtype, lengths.dtype) == (torch.int32, torch.int32)
+    if not whole or table.dim() != 2 or len(table) != len(q) or lengths.shape != (len(q),):
         found = f"table is {table.dtype} {list(table.shape)}, lengths {lengths.dtype} {list(lengths.shape)}"
         raise ConfigError(f"{found}: they must be int32 [{len(q)}, P] and [{len(q)}].")
     if not 0 < latent <= q.shape[3]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plugins.nvrtc import Source, aligned
+from plugins.quantize.reference import FP8
 from plugins.tactics import OURS, Table, ours_alone
 
 __all__ = ["COMBINE", "TABLE", "flash_mla", "present", "sgl_flash_mla"]
@@ -26,7 +27,7 @@ TABLE = Table(
 COMBINE = Source(Path(__file__).with_name("combine.cu"))
 THREADS = 128
 PAGE = 64
-FP8, MOST = torch.float8_e4m3fn, 448.0
+MOST = 448.0
 
 
 @functools.cache

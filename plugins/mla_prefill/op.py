@@ -60,10 +60,10 @@ def mla_prefill_kv(
 ) -> tuple[Tensor, Tensor]:
     """-> out BF16 [Tq, A, V], lse F32 [A, Tq]"""
     _check_kv(q, kv, k_rope)
+    _check_ends(cu_q, cu_k, scale)
     values = kv.shape[2] - q.shape[2] + k_rope.shape[1]
     if not has_kernel(q, k_rope.shape[1], values) or not len(kv):
         return _plain(q, *reference.joined(q, kv, k_rope), cu_q, cu_k, scale)
-    _check(q, q, q, cu_q, cu_k, scale)
     out, lse = _outputs(q, VALUES)
     launch(q, kv[..., :NOPE], k_rope.unsqueeze(1), kv[..., NOPE:], cu_q, cu_k, out, lse, scale)
     return out, lse
@@ -146,6 +146,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: f
     if not fits or {q.dtype, k.dtype, v.dtype} != {torch.bfloat16}:
         found = ", ".join(f"{name} is {x.dtype} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ConfigError(f"{found}: they must be bfloat16 [Tq, A, D], [Tk, A, D] and [Tk, A, V].")
+    _check_ends(cu_q, cu_k, scale)
+
+
+def _check_ends(cu_q: Tensor, cu_k: Tensor, scale: float) -> None:
     if (cu_q.dtype, cu_k.dtype) != (torch.int32, torch.int32) or cu_q.dim() != 1 or cu_q.shape != cu_k.shape or not len(cu_q):
         found = f"cu_q is {cu_q.dtype} {list(cu_q.shape)}, cu_k {cu_k.dtype} {list(cu_k.shape)}"
         raise ConfigError(f"{found}: they must be int32 [B + 1], both.")
@@ -154,7 +158,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: f
 
 
 def _check_kv(q: Tensor, kv: Tensor, k_rope: Tensor) -> None:
-    fits = q.dim() == kv.dim() == 3 and k_rope.dim() == 2 and len(k_rope) == len(kv) and k_rope.dtype == torch.bfloat16
-    if not fits or k_rope.shape[1] > q.shape[2] or kv.shape[2] <= q.shape[2] - k_rope.shape[1]:
-        found = f"q is {list(q.shape)}, kv {list(kv.shape)}, k_rope {k_rope.dtype} {list(k_rope.shape)}"
+    fits = q.dim() == kv.dim() == 3 and k_rope.dim() == 2 and len(k_rope) == len(kv) and kv.shape[1] == q.shape[1]
+    widths = fits and k_rope.shape[1] <= q.shape[2] < kv.shape[2] + k_rope.shape[1]
+    if not widths or {q.dtype, kv.dtype, k_rope.dtype} != {torch.bfloat16}:
+        found = ", ".join(f"{name} is {x.dtype} {list(x.shape)}" for name, x in (("q", q), ("kv", kv), ("k_rope", k_rope)))
         raise ConfigError(f"{found}: they must be bfloat16 [Tq, A, N + R], [Tk, A, N + V] and [Tk, R].")

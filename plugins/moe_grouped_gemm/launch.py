@@ -51,7 +51,7 @@ def has_kernel(x: Tensor, gate_up: Weights, top_k: int) -> bool:
 def experts(
     x: Tensor, indices: Tensor, weights: Tensor, gate_up: Weights, down: Weights, out: Tensor, first: int = 0, overlap: bool = False
 ) -> None:
-    """x BF16 [T, H], indices I32 and weights F32 [T, K] -> out BF16 [T, H]; all `aligned`.
+    """x BF16 [T, H], indices I32 and weights F32 [T, K] -> out BF16 [T, H]; all but indices `aligned`.
 
     `overlap`: let the first kernel start while the one before it on the stream still runs.
     """
@@ -63,7 +63,7 @@ def experts(
         product(gate_up, gathered, route, inner)
         outer = x.new_empty((slots, x.shape[1])), None
         product(down, inner, route, outer)
-        finalize(outer[0], weights, route, out)
+        finalize(outer[0], weights, route.slots, out)
 
 
 def permute(indices: Tensor, experts: int, first: int, most: int, align: int = 1, overlap: bool = False) -> Route:
@@ -107,12 +107,12 @@ def product(weights: Weights, values: Rows, route: Route, out: Rows, overlap: bo
     module.launch("moe_product", grid, PRODUCT_THREADS, *arguments, overlap=overlap, shared=SHARED[nvfp4])
 
 
-def finalize(outer: Tensor, weights: Tensor, route: Route, out: Tensor) -> None:
-    """outer BF16 [slots, H], weights F32 [T, K] -> out BF16 [T, H], in float32 in order of K: the same bits each time."""
+def finalize(outer: Tensor, weights: Tensor, slots: Tensor, out: Tensor) -> None:
+    """`plain.finalize` into out BF16 [T, H]; outer BF16 [slots, H]. The same bits each time."""
     tokens, hidden = out.shape
     module = ROUTE.module(HIDDEN=hidden, TOP_K=weights.shape[1])
     grid = tokens, -(-hidden // (8 * GATHER_THREADS)), 1
-    module.launch("moe_finalize", grid, GATHER_THREADS, outer, weights, route.slots, out, overlap=True)
+    module.launch("moe_finalize", grid, GATHER_THREADS, outer, weights, slots, out, overlap=True)
 
 
 def places(columns: int) -> Tensor:

@@ -30,10 +30,15 @@ from plugins.quantize.reference import FP8, FP8_GROUP, NVFP4_GROUP
 
 __all__ = ["moe_fp8_block", "moe_permute", "moe_w4a16_nvfp4"]
 
+WHOLE = torch.int32, torch.int64
+
 
 @torch.library.custom_op("r1_pipeline::moe_permute", mutates_args=())
 def moe_permute(indices: Tensor, experts: int, first_expert: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """indices [T, K] -> offsets I32 [E + 1], pairs I32 [T * K] by expert (-1 after the last), slots I32 [T * K] (-1: not ours)"""
+    if indices.dim() != 2 or indices.dtype not in WHOLE or experts < 0:
+        found = f"indices are {indices.dtype} {list(indices.shape)} of {experts} experts"
+        raise ConfigError(f"{found}: they must be int32 (or int64) [T, K], of 0 or more.")
     if not indices.is_cuda or not 0 < experts <= launch.PERMUTE_THREADS or not indices.numel():
         return plain.permute(indices, experts, first_expert)
     with torch.cuda.device(indices.device):
@@ -84,7 +89,7 @@ def _experts(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Weights, down
     out = x.new_empty(x.shape)
     if len(x):
         matrices = (tuple(map(aligned, parts)) for parts in (gate_up, down))
-        launch.experts(aligned(x), aligned(indices.int()), aligned(weights), *matrices, out, first_expert)
+        launch.experts(aligned(x), indices.int(), aligned(weights), *matrices, out, first_expert)
     return out
 
 
@@ -107,14 +112,8 @@ def _(x: Tensor, *_: object) -> Tensor:
 def _check_routes(x: Tensor, indices: Tensor, weights: Tensor) -> None:
     if x.dim() != 2 or x.dtype != torch.bfloat16:
         raise ConfigError(f"x is {x.dtype} {list(x.shape)}: it must be bfloat16 [T, H].")
-    whole = indices.dtype in (torch.int32, torch.int64)
-    if (
-        not whole
-        or weights.dtype != torch.float32
-        or weights.dim() != 2
-        or len(weights) != len(x)
-        or indices.shape != weights.shape
-    ):
+    types = indices.dtype in WHOLE and weights.dtype == torch.float32
+    if not types or weights.dim() != 2 or len(weights) != len(x) or indices.shape != weights.shape:
         found = f"indices are {indices.dtype} {list(indices.shape)}, weights {weights.dtype} {list(weights.shape)}"
         raise ConfigError(f"{found}: they must be int32 (or int64) and float32, both [{len(x)}, K].")
 
@@ -149,8 +148,8 @@ def _check_nvfp4(
 def _sizes(x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, packed: int) -> tuple[int, int, int]:
     """E, H and I; `packed`: elements of a weight that share a byte."""
     hidden = x.shape[1]
-    fits = gate_up.dim() == down.dim() == 3 and gate_up.shape[2] * packed == hidden
-    if not fits or down.shape != (len(gate_up), hidden, gate_up.shape[1] // 2 // packed) or {gate_up.dtype, down.dtype} != {dtype}:
+    fits = gate_up.dim() == down.dim() == 3 and gate_up.shape == (len(down), 2 * packed * down.shape[2], hidden // packed)
+    if not fits or down.shape[1] != hidden or {gate_up.dtype, down.dtype} != {dtype}:
         found = f"gate_up is {gate_up.dtype} {list(gate_up.shape)}, down {down.dtype} {list(down.shape)}"
         part = f"/{packed}" if packed > 1 else ""
         raise ConfigError(f"{found}: they must be {dtype}, [E, 2I, H{part}] and [E, H, I{part}] with H = {hidden}.")

@@ -110,3 +110,8 @@ def test_gpu_packs_the_same_bytes() -> None:
 def test_nvfp4_without_a_scale_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs an input_scale"):
         op.pack(part(0, 2), "nvfp4")
+
+
+def test_rows_that_have_no_whole_scales_are_refused() -> None:
+    with pytest.raises(ConfigError, match="K a multiple of 128"):
+        op.pack(torch.randn(2, 100).bfloat16(), "fp8")

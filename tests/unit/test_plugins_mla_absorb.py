@@ -91,5 +91,7 @@ def test_what_does_not_fit_is_refused() -> None:
     q, latent, w_uk, w_uv = case("cpu", 2, 3)
     with pytest.raises(ConfigError, match="must be bfloat16"):
         op.absorb_query(q.float(), w_uk)
+    with pytest.raises(ConfigError, match="must be bfloat16"):
+        op.absorb_query(q, w_uk[0])
     with pytest.raises(ConfigError, match=r"\[A, V, L\]"):
         op.absorb_output(latent[..., :100], w_uv)

@@ -115,6 +115,8 @@ def test_what_does_not_fit_is_refused() -> None:
         op.mla_decode(q, cache[..., :64], table, lengths, SCALE, 512)
     with pytest.raises(ConfigError, match="must be int32"):
         op.mla_decode(q, cache, table.long(), lengths, SCALE, 512)
+    with pytest.raises(ConfigError, match="must be int32"):
+        op.mla_decode(q, cache, table[0, :1], lengths, SCALE, 512)
 
 
 def test_the_tactic_file_has_both_caches() -> None:

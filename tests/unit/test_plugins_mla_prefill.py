@@ -128,6 +128,8 @@ def test_what_does_not_fit_is_refused() -> None:
         op.mla_prefill(q, k, v, *ends, -1.0)
     with pytest.raises(ConfigError, match=r"\[Tk, R\]"):
         op.mla_prefill_kv(q, kv, k_rope[1:], *ends, SCALE)
+    with pytest.raises(ConfigError, match=r"kv is torch\.float32"):
+        op.mla_prefill_kv(q, kv.float(), k_rope, *ends, SCALE)
 
 
 def test_cudnn_is_for_one_whole_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

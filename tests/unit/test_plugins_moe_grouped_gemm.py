@@ -13,7 +13,7 @@ from tests._utils.cuda_on_cpu import CudaOnCpu
 
 torch = pytest.importorskip("torch", reason="the ops are torch's")
 
-from plugins.moe_grouped_gemm import op, plain, reference  # noqa: E402
+from plugins.moe_grouped_gemm import launch, op, plain, reference  # noqa: E402
 from plugins.quantize.reference import fp8_quantize  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -208,8 +208,7 @@ def test_gathering_kernels_vs_reference(kernels: CudaOnCpu) -> None:
     assert (codes[4:] == 0x55).all() and (scales[:, 4:] == -1).all()
     rows = np.full((6, HIDDEN), 0x5555, np.int16)
     kernels.launch("moe_gather_bf16", (6, 1, 1), 256, bits, pairs, rows)
-    column = np.arange(HIDDEN)
-    place = column // 256 * 256 + column // 8 % 8 * 32 + column % 4 * 8 + column // 64 % 4 * 2 + column // 4 % 2
+    place = launch.places(HIDDEN).numpy()
     assert len(set(place)) == HIDDEN
     np.testing.assert_array_equal(rows[:4, place], bits[tokens])
     assert (rows[4:] == 0x5555).all()
@@ -244,5 +243,9 @@ def test_what_does_not_fit_is_refused() -> None:
         op.moe_fp8_block(x[:, :128], indices, weights, *matrices)
     with pytest.raises(ConfigError, match=r"down_scale is .*must be torch.float32 \[4, 2, 1\]"):
         op.moe_fp8_block(x, indices, weights, *matrices[:3], matrices[1])
+    with pytest.raises(ConfigError, match=r"gate_up is .*\[4, 257, 256\]"):
+        op.moe_fp8_block(x, indices, weights, torch.zeros(4, 257, 256).to(FP8), *matrices[1:])
+    with pytest.raises(ConfigError, match=r"indices are torch\.float32"):
+        op.moe_permute(weights, 4)
     with pytest.raises(ConfigError, match="multiples of it"):
         op.moe_w4a16_nvfp4(torch.randn(3, 24).bfloat16(), indices, weights, *nvfp4_weights(4, 16, 24))

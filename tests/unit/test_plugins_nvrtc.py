@@ -84,6 +84,11 @@ def test_kernels_compile(source: Path, architecture: str) -> None:
         assert nvrtc.compile_source(nvrtc.source_text(source), options).startswith(b"\x7fELF")
 
 
+def test_tensors_of_the_host_are_refused() -> None:
+    with pytest.raises(StageError, match=r"a \[2, 8\] tensor on cpu"):
+        nvrtc.tensor_map(torch.zeros(2, 8, dtype=torch.bfloat16), 2)
+
+
 @needs_nvrtc
 def test_a_kernel_that_does_not_compile_says_why() -> None:
     with pytest.raises(StageError, match="expected a"):
