@@ -154,7 +154,7 @@ def variants(block: Block, x: Tensor, state: State, wanted: Sequence[Tensor]) ->
             block.exchange = "exchange" not in left_out
             seconds = timed(lambda on=on: block(x, state, on), gpu and "graph" in on)
             slowest, *worst = largest((seconds, *differs.values()), x.device)
-            how = {"graph": gpu and "graph" in on, "streams": "streams" in on, "exchange": block.exchange}
+            how = {"graph": gpu and "graph" in on, "streams": gpu and "streams" in on, "exchange": block.exchange}
             block.exchange = True
             row = {"gather": block.precision if apart else None, **how, "us": round(slowest * 1e6, 2)}
             yield row | dict(zip(differs, worst, strict=True))

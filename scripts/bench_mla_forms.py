@@ -63,7 +63,7 @@ class Layer:
 
 
 def main() -> int:
-    """Measure and print; the file is written at the end."""
+    """Measure and print; the file is written after every context."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two contexts")
     parser.add_argument("--json", type=Path, help="write the rows and the machine here")
@@ -78,8 +78,8 @@ def main() -> int:
         group = [measured(tokens, context) for tokens in TOKENS if tokens <= context]
         rows += group
         print(f"context {context}: expanded from {crossing(group)} tokens on", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, **machine()}, indent=1) + "\n", encoding="utf-8")
+        if options.json:
+            options.json.write_text(json.dumps({"rows": rows, **machine()}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -17,6 +17,8 @@ from scripts import _layer  # noqa: E402
 from scripts._layer import FASTEST, Layer, Share, State  # noqa: E402
 
 CPU = torch.device("cpu")
+
+
 def check() -> None:
     """On every rank: the benchmark's rows, then uneven numbers of tokens."""
     from scripts import bench_block
