@@ -146,6 +146,7 @@ def _building(case: Case) -> str:
     }  # fmt: skip
     less = [f"{size / 1e9:.1f} GB with {setting}" for setting, size in others.items() if size < 0.9 * peaks[name]]
     ways = f"; {' or '.join(less)}" if less else ""
+    ways += " (as measured with tensorrt_rtx)" if resolve(case.config)[0] == "tensorrt" else ""
     return f"Building takes {peaks[name] / 1e9:.1f} GB of memory for {name}, the largest of {len(peaks)} engines of a rank{ways}."
 
 
