@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="the other engine is in torch")
 from pipeline.onnx.decoder import absorbed, expanded  # noqa: E402
 from tests.unit.test_tensorrt_network import ARCH, session, spec, start  # noqa: E402
 
-PROMPT, TOKENS = 20, 12
+PROMPT, TOKENS = 20, 8
 
 
 def greedy_torch(prompt: np.ndarray) -> tuple[list[int], np.ndarray]:
@@ -30,9 +30,9 @@ def greedy_torch(prompt: np.ndarray) -> tuple[list[int], np.ndarray]:
     return found, np.stack(logits)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_greedy_tokens_are_those_of_the_torch_engine(tmp_path, ranks) -> None:
-    """In float32, also where two ranks have half of the experts each."""
+def test_greedy_tokens_are_those_of_the_torch_engine(tmp_path) -> None:
+    """In float32, on two ranks that have half of the experts each; one rank is compared with these elsewhere."""
+    ranks = 2
     torch.set_num_threads(1)
     prompt = np.random.default_rng(8).integers(3, ARCH.vocab_size, (1, PROMPT))
     tokens, wanted = greedy_torch(prompt)
