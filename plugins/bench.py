@@ -35,7 +35,7 @@ class Bench:
     bandwidth: float = 0.0
     """Bytes a second of a large copy."""
     read_bandwidth: float = 0.0
-    """Of a large sum, which reads alone."""
+    """Of finding the largest of many words, which reads alone."""
     flops: float = 0.0
     """A second, of a large BF16 product on random data."""
     floor_us: float = 0.0

@@ -68,8 +68,8 @@ def main() -> int:
         if dist.get_rank() == 0:
             print(line(row), flush=True)
             if options.json:
-                shape_of = {"hidden": shape.hidden, "context": length, "tolerance": TOLERANCE, "capacity": capacity}
-                result = described(rows, device) | shape_of
+                shape_of = {"context": length, "tolerance": TOLERANCE, "capacity": capacity}
+                result = described(rows, device, shape.hidden) | shape_of
                 options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if dist.get_rank() == 0:
         print(*capacity, sep="\n")

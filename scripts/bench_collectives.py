@@ -55,7 +55,7 @@ def main() -> int:
         if dist.get_rank() == 0:
             print(line(row), flush=True)
             if options.json:
-                options.json.write_text(json.dumps(described(rows, device), indent=1) + "\n", encoding="utf-8")
+                options.json.write_text(json.dumps(described(rows, device, HIDDEN), indent=1) + "\n", encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
     return 0
@@ -165,11 +165,11 @@ def result(name: str, seconds: float, wire: int) -> dict[str, Any]:
     return {"collective": name, "received_bytes": wire, **rate}
 
 
-def described(rows: list[dict[str, Any]], device: torch.device) -> dict[str, Any]:
+def described(rows: list[dict[str, Any]], device: torch.device, hidden: int) -> dict[str, Any]:
     """Rows and where they come from."""
     where = machine() if device.type == "cuda" else {"device": "CPU", "torch": torch.__version__}
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
-    shape = {"ranks": dist.get_world_size(), "backend": dist.get_backend(), "nccl": nccl, "hidden": HIDDEN}
+    shape = {"ranks": dist.get_world_size(), "backend": dist.get_backend(), "nccl": nccl, "hidden": hidden}
     return {"rows": rows, **shape, **where}
 
 

@@ -103,7 +103,7 @@ def _weight_matrix(weight: Tensor) -> tuple[Tensor, int]:
     """weight [A, N, L] as a matrix of rows, and the rows from one head to the next; copied only where it must be."""
     heads, height, width = weight.shape
     head, row, one = weight.stride()
-    if one != 1 or row % 8 or head % row or head < height * row or weight.data_ptr() % 16:
+    if one != 1 or row % 8 or row < width or head % row or head < height * row or weight.data_ptr() % 16:
         weight = weight.clone(memory_format=torch.contiguous_format)
         head, row, _ = weight.stride()
     return weight.as_strided(((heads - 1) * (head // row) + height, width), (row, 1)), head // row

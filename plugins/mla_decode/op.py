@@ -15,6 +15,7 @@ that the chip is full (`splits`); a second kernel joins them. Only `table` bound
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ THREADS, SHARED = 384, 3 * 9 * 8192 + 1024 + 128 + 1024
 """Threads of a CTA; bytes of its queries, two blocks of keys, row sums and barriers, and their alignment."""
 OVERHEAD = 1.5
 """What starting a CTA and writing its part cost, in pairs of blocks."""
-LN2 = 0.6931471805599453
 
 
 @torch.library.custom_op("r1_pipeline::mla_decode", mutates_args=(), device_types="cuda")
@@ -78,7 +78,7 @@ def launch(
         splits = best_splits(tiles * batch, -(-table.shape[1] * page // (2 * BLOCK)), processors(q.device))
     part, part_lse = (out, lse) if splits == 1 else _parts(q.device, rows, splits)
     maps = tensor_map(q.view(rows, DIM), BLOCK), tensor_map(cache.view(-1, DIM), BLOCK)
-    scales = float(scale * kv_scale / LN2), float(kv_scale)
+    scales = float(scale * kv_scale / math.log(2)), float(kv_scale)
     with torch.cuda.device(q.device):
         module = SOURCE.module(HEADS=heads, PAGE=page, FP8=int(cache.dtype == FP8))
         arguments = *maps, table, lengths, out, part, part_lse, table.shape[1], tokens, splits, batch, *scales

@@ -15,6 +15,7 @@ is NaN or infinite in a key spoils the queries that see it; in a value, queries 
 from __future__ import annotations
 
 import ctypes
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ THREADS, SHARED = 384, 3 * ROWS * 128 + 2 * 5 * ROWS * 128 + 256 + 1024
 """Threads of a CTA; bytes of its queries, two blocks of keys and values, barriers, and their alignment."""
 L2_BYTES = 32 << 20
 """Keys and values that are in use at a time."""
-LN2 = 0.6931471805599453
 NOWHERE = ctypes.c_void_p(None)
 
 
@@ -80,7 +80,6 @@ def launch(
     lse: Tensor,
     scale: float,
     overlap: bool = False,
-    l2_bytes: int = L2_BYTES,
 ) -> None:
     """The kernel alone: key [Tk, A, 128], rope [Tk, A or 1, 64], value [Tk, A, 128], views of anything.
 
@@ -95,8 +94,8 @@ def launch(
     with torch.cuda.device(q.device):
         ends = cu_q.contiguous(), cu_k.contiguous()
         taken = torch.zeros(1, dtype=torch.int32, device=q.device) if pieces > many else NOWHERE
-        arguments = *maps, *ends, out, lse, taken, sequences, heads, rows, *pitches, scale / LN2
-        module = SOURCE.module(L2_BYTES=l2_bytes)
+        arguments = *maps, *ends, out, lse, taken, sequences, heads, rows, *pitches, scale / math.log(2)
+        module = SOURCE.module(L2_BYTES=L2_BYTES)
         module.launch("mla_prefill", (min(pieces, many), 1, 1), THREADS, *arguments, overlap=overlap, shared=SHARED)
 
 

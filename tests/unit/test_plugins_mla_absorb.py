@@ -58,7 +58,7 @@ def test_batched_products_vs_reference(device: str) -> None:
 def test_both_make_what_attention_over_heads_makes() -> None:
     """softmax(q k) v with keys and values of each head is the same through the latents."""
     q, latent, w_uk, w_uv = (x.float() for x in case("cpu", 6, 2))
-    q, latent, w_uk, w_uv = q[..., :128], latent[:, 0] / 20, w_uk, w_uv
+    q, latent = q[..., :128], latent[:, 0] / 20
     keys, values = (torch.einsum("sl,ahl->sah", latent, weight) for weight in (w_uk, w_uv))
     wanted = torch.einsum("ats,sav->tav", torch.einsum("tan,san->ats", q, keys).softmax(-1), values)
     weights = torch.einsum("tal,sl->ats", reference.absorb_query(q, w_uk), latent).softmax(-1)
@@ -79,6 +79,12 @@ def test_weights_need_no_copy() -> None:
         matrix, pitch = op._weight_matrix(weight)
         assert matrix.data_ptr() == weight.data_ptr() and pitch == 256
         torch.testing.assert_close(matrix[pitch : pitch + 128], weight[1])
+
+
+def test_rows_that_are_one_in_memory_are_copied() -> None:
+    _, _, w_uk, _ = case("cpu", 1, 3)
+    matrix, pitch = op._weight_matrix(w_uk[:, :1].expand_as(w_uk))
+    torch.testing.assert_close(matrix[pitch : pitch + 128], w_uk[1, :1].expand(128, -1))
 
 
 def test_ops_are_known_to_export() -> None:
