@@ -85,7 +85,7 @@ class Module:
 
     def __init__(self, cubin: bytes) -> None:
         self._library = ctypes.c_void_p()
-        self._functions: dict[str, ctypes.c_void_p] = {}
+        self._functions: dict[tuple[str, int], ctypes.c_void_p] = {}
         _ok(_driver().cuLibraryLoadData(ctypes.byref(self._library), cubin, None, None, 0, None, None, 0), "load a kernel")
 
     def launch(
@@ -105,16 +105,16 @@ class Module:
         _ok(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function(name, shared), pointers, None), f"launch {name}")
 
     def _function(self, name: str, shared: int) -> ctypes.c_void_p:
-        if name not in self._functions:
+        import torch
+
+        key = name, torch.cuda.current_device()  # what is allowed is so on one GPU
+        if key not in self._functions:
             kernel = ctypes.c_void_p()
             _ok(_driver().cuLibraryGetKernel(ctypes.byref(kernel), self._library, name.encode()), f"find {name}")
             if shared > STATIC_SHARED:
-                import torch
-
-                device = torch.cuda.current_device()
-                _ok(_driver().cuKernelSetAttribute(MAX_DYNAMIC_SHARED, shared, kernel, device), f"give {name} {shared} bytes")
-            self._functions[name] = kernel
-        return self._functions[name]
+                _ok(_driver().cuKernelSetAttribute(MAX_DYNAMIC_SHARED, shared, kernel, key[1]), f"give {name} {shared} bytes")
+            self._functions[key] = kernel
+        return self._functions[key]
 
 
 def aligned(tensor: Any) -> Any:

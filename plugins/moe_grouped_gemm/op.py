@@ -10,9 +10,9 @@ and on; others add nothing (with expert parallelism the caller adds the ranks' r
     FP8 block   gate_up E4M3 [E, 2I, H], down E4M3 [E, H, I]; scales F32 [E, rows/128, columns/128]
     NVFP4       gate_up U8 [E, 2I, H/2], down U8 [E, H, I/2]; scales E4M3 [E, rows, columns/16], scales_2 F32 [E]
 
-The kernels need sm_90, H and I of multiples of 128 (NVFP4: 256) and at most 1024 experts; other cases are computed one expert
-after the other in plain torch. They ask the host nothing: a step can be captured in a graph, and gives the same bits each time;
-space is taken for all pairs, which may all be this rank's: 3 H + I bytes each (NVFP4: 4 H + 2 I).
+The kernels need sm_90, H and I of multiples of 128 (NVFP4: 256), at most 1024 experts and 32 of a token; other cases are computed
+one expert after the other in plain torch. They ask the host nothing: a step can be captured in a graph, and gives the same bits
+each time; space is taken for all pairs, which may all be this rank's: 3 H + I bytes each (NVFP4: 4 H + 2 I).
 Up to 32 rows an expert FP8 weights are read at 3.7 to 4.2 TB/s on an H200, faster than by any peer measured; from 128 rows on
 DeepGEMM's masked products win (`benchmarks/`), whose layout gives every expert room for the most rows that one may get.
 """
@@ -31,6 +31,7 @@ from plugins.quantize.reference import FP8, FP8_GROUP, NVFP4_GROUP
 __all__ = ["moe_fp8_block", "moe_permute", "moe_w4a16_nvfp4"]
 
 WHOLE = torch.int32, torch.int64
+"""Types of indices."""
 
 
 @torch.library.custom_op("r1_pipeline::moe_permute", mutates_args=())

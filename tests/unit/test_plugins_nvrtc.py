@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -82,6 +84,22 @@ def test_kernels_compile(source: Path, architecture: str) -> None:
     for defines in BUILDS[source.parent.name]:
         options = (f"--gpu-architecture={target}", *nvrtc.FLAGS, *(f"-D{name}={value}" for name, value in defines.items()))
         assert nvrtc.compile_source(nvrtc.source_text(source), options).startswith(b"\x7fELF")
+
+
+def test_much_shared_memory_is_allowed_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[tuple[int, int]] = []
+
+    class Driver:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: allowed.append(args[1::2]) or 0 if name == "cuKernelSetAttribute" else 0
+
+    monkeypatch.setattr(nvrtc, "_driver", Driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    module = nvrtc.Module(b"a cubin")
+    for device in (0, 1, 0):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        module.launch("kernel", (1, 1, 1), 32, 3, shared=100_000)
+    assert allowed == [(100_000, 0), (100_000, 1)]
 
 
 def test_tensors_of_the_host_are_refused() -> None:
