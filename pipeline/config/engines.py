@@ -25,6 +25,7 @@ TENSORRT_EXCHANGES = ("gather", "all_to_all")
 TENSORRT_PAYLOADS = ("bf16", "fp4")
 TRTLLM_BACKENDS = ("pytorch", "tensorrt")
 SERVING = ("aggregated", "disaggregated")
+PAGE_SIZE = {"cpu": 32, "cuda": 64}
 TRANSFERS = ("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI")
 
 
@@ -38,20 +39,25 @@ class TorchEngineConfig:
     """Type of activations, KV cache and dequantised weights."""
     compiler: str = limited("auto", one_of=COMPILERS)
     """aoti: AOTInductor (needs a C++ compiler); export: the exported graph, interpreted; auto: aoti where it can."""
-    expanded_from: int = limited(256, least=1, most=MOST_TOKENS)
-    """Prefill chunks of at least this many tokens use the non-absorbed form of MLA; shorter ones and decode the absorbed one."""
+    expanded_from: int | None = limited(None, least=1, most=MOST_TOKENS)
+    """Prefill chunks of at least this many tokens use the non-absorbed form of MLA; shorter ones and decode the absorbed one. null:
+    as measured (plugins/mla_prefill/crossover.json, at max_seq_len), where the engine has those kernels, else 256."""
     max_batch_size: int = limited(8, least=1, most=2**16)
     """Sequences in flight."""
     max_seq_len: int = limited(1024, least=2, most=MOST_TOKENS)
     """Prompt plus output tokens of one sequence."""
     prefill_chunk: int = limited(512, least=2, most=MOST_TOKENS)
     """Prompt tokens of one step; a longer prompt takes several, between which others decode."""
-    page_size: int = limited(32, least=1, most=2**16)
-    """Tokens a page of the latent KV cache."""
+    page_size: int | None = limited(None, least=1, most=2**16)
+    """Tokens a page of the latent KV cache; null: 64 for cuda, which the decoding kernel takes, and 32 for cpu."""
     plugins: str = limited("auto", one_of=PLUGINS)
     """auto: on CUDA, each kernel of plugins/ that takes the GPU and the sizes; engine.json says which, and why not the others."""
     threads: int = limited(0, least=0, most=1024)
     """CPU threads; 0: as many as the machine has, 8 at most."""
+
+    def __post_init__(self) -> None:
+        if self.page_size is None:
+            self.page_size = PAGE_SIZE.get(self.device, PAGE_SIZE["cpu"])
 
 
 @dataclass(slots=True, kw_only=True)

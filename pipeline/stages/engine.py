@@ -21,7 +21,7 @@ CODE = {
         "plugins/trt.py", "plugins/trt_class.py",
         *(f"plugins/{name}/{file}" for name in ("quantize", "router_gemm", "topk_router") for file in PLUGIN),
     ),
-    "torch": ("plugins/topk_router/reference.py", "triton_repo/torch/1/runtime.py"),
+    "torch": ("plugins/mla_prefill/crossover.py", "plugins/topk_router/reference.py", "triton_repo/torch/1/runtime.py"),
     "vllm": ("pipeline/engines/trtllm/build.py",),
 }
 """What a kind of engine uses beside its own folder and what all of them use."""

@@ -194,12 +194,25 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_r1_takes_all_on_hopper(hopper) -> None:
-    found = choose.choose(R1, TorchEngineConfig(device="cuda", dtype="bfloat16", page_size=64), TINY_R1)
+    found = choose.choose(R1, TorchEngineConfig(device="cuda", dtype="bfloat16"), TINY_R1)
     assert found == {"taken": sorted([*ATTENTION, "moe_grouped_gemm"]), "left": {}, "experts": "fp8_block"}
 
 
+@pytest.mark.parametrize(
+    ("settings", "taken", "start"),
+    [({}, ATTENTION, 49), ({"max_seq_len": 4096}, ATTENTION, 182), ({}, [], 256), ({"expanded_from": 7}, ATTENTION, 7)],
+)
+def test_the_expanded_form_starts_where_it_was_measured_faster(monkeypatch, settings, taken: list[str], start: int) -> None:
+    monkeypatch.setattr(build.crossover, "_crossings", lambda: {256: 13, 4096: 182})
+    build.crossover.expanded_from.cache_clear()
+    settings = TorchEngineConfig(device="cuda", dtype="bfloat16", **settings)
+    assert settings.page_size == 64 and TorchEngineConfig().page_size == 32
+    assert build.expanded_from(settings, taken) == start
+    build.crossover.expanded_from.cache_clear()
+
+
 def test_what_is_not_taken_says_why(hopper, monkeypatch) -> None:
-    settings = TorchEngineConfig(device="cuda", dtype="bfloat16")
+    settings = TorchEngineConfig(device="cuda", dtype="bfloat16", page_size=32)
     found = choose.choose(ARCH, settings, TINY_R1)
     assert found["left"]["router_gemm"].endswith("and experts of 32; this model has 256 and 16.")
     assert "page_size in multiples of 64; here are sm_90, heads=4, kv_lora_rank=128" in found["left"]["mla_decode"]

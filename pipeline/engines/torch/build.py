@@ -32,12 +32,15 @@ from pipeline.engines.torch.toolchain import INSTALL_CXX, cpu_features, cxx, res
 from pipeline.engines.torch.weights import parameters, write_weights
 from pipeline.models.arch import Arch
 from pipeline.share import code_root, share
+from plugins.mla_prefill import crossover
 
 if TYPE_CHECKING:
     from pipeline.config.schema import TorchEngineConfig
 
 __all__ = ["build", "describe"]
 
+EXPANDED_FROM = 256
+"""Of kernels that were not measured, as in the literature."""
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
 
 
@@ -81,6 +84,7 @@ def describe(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str,
     chunk = min(settings.prefill_chunk, settings.max_seq_len)
     pages = -(-settings.max_seq_len // settings.page_size)
     plugins = choose(arch, settings, source)
+    expanded = expanded_from(settings, plugins["taken"])
     compiler = resolve_compiler(settings.compiler)
     return {
         "arch": asdict(arch),
@@ -90,8 +94,8 @@ def describe(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str,
         "device": settings.device,
         "dtype": settings.dtype,
         "eos_token_ids": eos_token_ids(arch, source),
-        "expanded_from": settings.expanded_from,
-        "forms": [form for form in FORMS if form == "absorbed" or chunk >= settings.expanded_from],
+        "expanded_from": expanded,
+        "forms": [form for form in FORMS if form == "absorbed" or chunk >= expanded],
         "inputs": ["tokens", "positions", "pages", *(f"cache.{i}" for i in range(arch.num_hidden_layers))],
         "latent_dim": arch.latent_dim,
         "max_batch_size": settings.max_batch_size,
@@ -107,6 +111,12 @@ def describe(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str,
         "vocab_size": arch.vocab_size,
         "weights": weight_table(arch, settings, plugins),
     }
+
+
+def expanded_from(settings: TorchEngineConfig, taken: list[str]) -> int:
+    """Tokens of a prompt's chunk from which the expanded form is taken."""
+    measured = crossover.expanded_from(settings.max_seq_len) if {"mla_decode", "mla_prefill"} <= set(taken) else EXPANDED_FROM
+    return settings.expanded_from or measured
 
 
 def weight_table(arch: Arch, settings: TorchEngineConfig, plugins: dict[str, Any]) -> dict[str, list[Any]]:
