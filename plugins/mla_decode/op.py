@@ -47,7 +47,7 @@ def mla_decode(
     if not q.numel() or not has_kernel(q, cache, latent):
         return _plain(q, cache, table, lengths, scale, latent, kv_scale)
     fastest = _fastest(q, cache, table)
-    if fastest == "flash_mla":
+    if fastest == "flash_mla" and kv_scale == 1:  # which it cannot be told
         return tactics.flash_mla(q, cache, table, lengths, scale, latent)
     if fastest == "sgl_flash_mla":
         return tactics.sgl_flash_mla(q, cache, table, lengths, scale, latent, kv_scale)

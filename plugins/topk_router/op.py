@@ -64,8 +64,8 @@ def launch(
     `overlap`: let it start while the kernel before it on the stream still runs.
     """
     tokens, experts = logits.shape
-    module = SOURCE.module(**macros(experts, n_group, topk_group, top_k, norm_topk_prob))
     with torch.cuda.device(logits.device):
+        module = SOURCE.module(**macros(experts, n_group, topk_group, top_k, norm_topk_prob))
         grid = (-(-tokens // WARPS), 1, 1)
         module.launch("topk_router", grid, 32 * WARPS, logits, bias, weights, indices, tokens, float(scale), overlap=overlap)
 

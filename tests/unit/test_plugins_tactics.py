@@ -41,8 +41,11 @@ def test_the_file_has_what_an_op_can_take_and_no_more(tmp_path: Path) -> None:
 
 def test_cold_times_count_where_they_were_measured(tmp_path: Path) -> None:
     made = table(tmp_path, [])
-    row = {"ours_us": 1.0, "cold_us": 9.0, "peers": {"theirs": 2.0}, "peers_cold": {"theirs": 8.0}}
-    assert made._times(row) == {"ours": 9.0, "theirs": 8.0}
+    times = {"ours_us": 1.0, "cold_us": 9.0, "peers": {"theirs": 2.0}, "peers_cold": {"theirs": 8.0}}
+    row = {"plugin": "some", "cache": "bf16", "batch": 1, "length": 1, **times}
+    (tmp_path / "result.json").write_text(json.dumps({"device": "H", "torch": "2", "rows": [row]}))
+    made.write(tmp_path / "result.json")
+    assert made.rows[0]["us"] == {"ours": 9.0, "theirs": 8.0}
 
 
 def test_ours_alone_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
