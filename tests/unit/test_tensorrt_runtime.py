@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,9 +130,7 @@ def test_a_row_that_draws_at_random_has_the_same_tokens_with_drafts(tmp_path, sm
 
 def serve(engine: Any, requests: Any, *, text: bool = False, checkpoint: Path = TINY_R1) -> Any:
     """Requests of (prompt, answer) tokens through the scheduler; their tokens must be the reference model's."""
-    torch.set_num_threads(1)
-    arch = Arch.from_dir(checkpoint)
-    model = deepseek_v3.build(arch, {name: torch.from_numpy(value) for name, value in dequantized(checkpoint)})
+    model = reference(checkpoint)
     scheduler, random = Scheduler(engine, Limits.of(engine.info, 10)), torch.Generator().manual_seed(3)
     wanted, found = {}, {}
     for number, (length, count) in enumerate(requests):
@@ -142,6 +141,12 @@ def serve(engine: Any, requests: Any, *, text: bool = False, checkpoint: Path = 
         scheduler.iterate()
     assert found == wanted
     return scheduler.stats()
+
+
+@cache
+def reference(checkpoint: Path) -> Any:
+    torch.set_num_threads(1)
+    return deepseek_v3.build(Arch.from_dir(checkpoint), {name: torch.from_numpy(value) for name, value in dequantized(checkpoint)})
 
 
 def text_ids() -> Any:

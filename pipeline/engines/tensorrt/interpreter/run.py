@@ -57,6 +57,8 @@ class Interpreter:
         self._layers = [self._cast(net.definition.get_layer(index)) for index in range(net.definition.num_layers)]
         self.values: dict[str, Array] = {}
         """Every tensor of the last run: for looking into a difference."""
+        self._weights: dict[str, Array] = {}
+        """Those that no feed changes, kept for the next run: constants, and what is dequantised of them."""
 
     def _cast(self, layer: Any) -> tuple[str, Any]:
         kind = layer.type.name
@@ -73,12 +75,14 @@ class Interpreter:
 
     def steps(self, feeds: Mapping[str, Array]) -> Generator[Exchange, Array, dict[str, Array]]:
         """The same, stopping at each collective: yields what this rank brings, gets what it takes away."""
-        self.values = {}
+        self.values = dict(self._weights)
         for index in range(self._definition.num_inputs):
             tensor = self._definition.get_input(index)
             given = self._constants[tensor.name]() if tensor.name in self._constants else feeds[tensor.name]
             self._store(tensor, given, "the input")
         for kind, layer in self._layers:
+            if layer.get_output(0).name in self._weights:
+                continue
             inputs = [self._value(layer.get_input(index)) for index in range(layer.num_inputs)]
             if kind == COLLECTIVE:
                 results: Any = ((yield Exchange(Collective.parse(layer.metadata), inputs[0])),)
@@ -92,6 +96,8 @@ class Interpreter:
                 results = LAYERS[kind](self.trt, layer, inputs)
             for index, result in enumerate(results if isinstance(results, tuple) else (results,)):
                 self._store(layer.get_output(index), result, layer.name)
+            if kind in ("CONSTANT", "DEQUANTIZE") and all(layer.get_input(n).name in self._weights for n in range(len(inputs))):
+                self._weights[layer.get_output(0).name] = self.values[layer.get_output(0).name]
         outputs = (self._definition.get_output(index).name for index in range(self._definition.num_outputs))
         return {name: self.values[name] for name in outputs}
 
