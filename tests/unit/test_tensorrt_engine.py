@@ -53,17 +53,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def asked(out: Path, checkpoint: Path, *words: str, earlier: tuple[Path, ...] = ()) -> StageContext:
+    config, inputs = load([*RTX, *SMALL, *words]), {"convert": checkpoint}
+    return StageContext(config=config, inputs=inputs, checkpoint=checkpoint, out=out, progress=Notes(), earlier=earlier)
+
+
 def build(out: Path, checkpoint: Path, *words: str, earlier: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[str]]:
     """engine.json and the notes of a build."""
     from pipeline.engines.tensorrt.build import build as run
 
     out.mkdir(parents=True)
-    notes = Notes()
-    inputs = {"convert": checkpoint}
-    config = load([*RTX, *SMALL, *words])
-    run(StageContext(config=config, inputs=inputs, checkpoint=checkpoint, out=out, progress=notes, earlier=earlier))
-    assert notes.done == notes.total  # every step of every engine was told
-    return json.loads((out / "engine.json").read_text()), notes.notes
+    ctx = asked(out, checkpoint, *words, earlier=earlier)
+    run(ctx)
+    assert ctx.progress.done == ctx.progress.total  # every step of every engine was told
+    return json.loads((out / "engine.json").read_text()), ctx.progress.notes
 
 
 # Planning and refusals
@@ -203,20 +206,21 @@ def test_the_same_build_gives_the_same_engine_up_to_the_order_of_some_tables(bui
     """Its threads race for addresses, by which TensorRT orders them; on an idle machine every byte is the same."""
     if not fixed_addresses(probe=True):
         pytest.skip("this system does not let a process fix its addresses")
-    build(tmp_path / "again", checkpoint, "engine.tensorrt.check_tokens=0")
-    for file in sorted((built / "engines").iterdir()):
-        first, second = file.read_bytes(), (tmp_path / "again" / "engines" / file.name).read_bytes()
-        assert len(first) == len(second)
-        differing = int((np.frombuffer(first, np.uint8) != np.frombuffer(second, np.uint8)).sum())
-        assert differing <= (1000 if file.suffix == ".engine" else 0), file.name
-    again = {file.name: launches(file) for file in (tmp_path / "again" / "engines").glob("*.engine")}
-    assert again == {name: launches(built / "engines" / name) for name in again}
+    tables = {name: spec.plain() for name, spec in specs(checkpoint).items() if name == "rank0_expanded"}
+    run_task("worker", task_of(checkpoint, **tables), tmp_path, Notes())
+    for suffix, most in ((".engine", 1000), (".layers.txt", 0)):
+        first, second = (folder / f"rank0_expanded{suffix}" for folder in (built / "engines", tmp_path))
+        one, other = (np.frombuffer(file.read_bytes(), np.uint8) for file in (first, second))
+        assert len(one) == len(other) and (one != other).sum() <= most
+    assert launches(tmp_path / "rank0_expanded.engine") == launches(built / "engines" / "rank0_expanded.engine")
 
 
 @needs_rtx
 def test_weights_as_inputs_lie_beside_engines_that_do_not_depend_on_them(checkpoint, tmp_path) -> None:
-    """NVFP4 experts and BF16 attention; another checkpoint of the same shape needs no other engine."""
+    """NVFP4 experts and BF16 attention; another checkpoint of the same shape needs no other engine, another GPU does."""
     from safetensors import safe_open
+
+    from pipeline.engines.tensorrt.build import _Work
 
     words = ("quant=nvfp4", "engine.tensorrt.weights=inputs", "engine.tensorrt.mtp=false", "engine.tensorrt.check_tokens=0")
     formats = {"attention": "bf16", "o_proj": "bf16"}
@@ -235,12 +239,21 @@ def test_weights_as_inputs_lie_beside_engines_that_do_not_depend_on_them(checkpo
         assert (tmp_path / "b" / engine["file"]).samefile(tmp_path / "a" / engine["file"])
     weights = [(tmp_path / part / "weights" / "rank0.safetensors").read_bytes() for part in "ab"]
     assert weights[0] != weights[1]
-    words = (*words, "engine.tensorrt.targets=[121]")
-    assert not any("built before" in note for note in build(tmp_path / "c", other, *words, earlier=(tmp_path / "a",))[1])
+    for target, count in ((120, 2), (121, 0)):
+        ctx = asked(tmp_path / "c", other, *words, f"engine.tensorrt.targets=[{target}]", earlier=(tmp_path / "a",))
+        assert len(_Work.of(ctx, tmp_path)._earlier()) == count
 
 
 def specs(checkpoint: Path, *words: str) -> dict[str, Any]:
     return {networks.name_of(spec): spec for spec in networks.networks(load([*RTX, *SMALL, *words]), Arch.from_dir(checkpoint))}
+
+
+def task_of(checkpoint: Path, weights: str = "embedded", **tables: dict[str, Any]) -> dict[str, Any]:
+    """What the process that builds gets."""
+    return {
+        "task": "build", "name": next(iter(tables)), "specs": tables, "checkpoint": str(checkpoint), "library": "tensorrt_rtx",
+        "targets": [120], "weights": weights,
+    }  # fmt: skip
 
 
 def external(checkpoint: Path, spec: Any, scratch: Path) -> Any:
@@ -259,11 +272,7 @@ def test_alike_layers_share_an_engine_when_weights_are_inputs(tmp_path) -> None:
     assert bound["cache.+0"]["binds"] == "cache.2"
     assert bound["model.layers.+0.mlp.experts.up_proj.weight"]["binds"] == "model.layers.2.mlp.experts.up_proj.weight"
     twins = {name: parts[name].plain() for name in ("rank0_absorbed_layers1-1", "rank0_absorbed_layers2-2")}
-    task = {
-        "task": "build", "name": "twins", "specs": twins, "checkpoint": str(four), "library": "tensorrt_rtx", "targets": [120],
-        "weights": "inputs",
-    }  # fmt: skip
-    made = run_task("worker", task, tmp_path, Notes())["built"]
+    made = run_task("worker", task_of(four, "inputs", **twins), tmp_path, Notes())["built"]
     assert {name: facts["engine"] for name, facts in made.items()} == dict.fromkeys(twins, "rank0_absorbed_layers1-1")
     assert [file.name for file in tmp_path.glob("*.engine")] == ["rank0_absorbed_layers1-1.engine"]
 
@@ -280,12 +289,8 @@ def test_a_rank_has_its_own_experts_alone(checkpoint, tmp_path) -> None:
 def test_what_tensorrt_refuses_is_a_sentence_with_our_layer(tmp_path) -> None:
     """A cache without rows, asked for by hand."""
     spec = networks.networks(load([*RTX, *SMALL]), ARCH)[0].plain() | {"max_seq_len": 0}
-    task = {
-        "task": "build", "name": "wrong", "specs": {"wrong": spec}, "checkpoint": str(TINY_R1), "library": "tensorrt_rtx",
-        "targets": [120], "weights": "embedded",
-    }  # fmt: skip
     with pytest.raises(StageError, match=r"wrong: TensorRT refused .*: [A-Z_]+: "):
-        run_task("worker", task, tmp_path, Notes())
+        run_task("worker", task_of(TINY_R1, wrong=spec), tmp_path, Notes())
 
 
 def test_a_crash_is_a_sentence(tmp_path, monkeypatch) -> None:
@@ -300,11 +305,7 @@ def test_a_crash_is_a_sentence(tmp_path, monkeypatch) -> None:
 @needs_rtx
 def test_a_signal_cancels_the_build_and_leaves_no_process(tmp_path) -> None:
     spec = networks.networks(load([*RTX, *SMALL]), ARCH)[0].plain()
-    task = {
-        "task": "build", "specs": {"some": spec}, "checkpoint": str(TINY_R1), "library": "tensorrt_rtx", "targets": [120],
-        "weights": "embedded",
-    }  # fmt: skip
-    (tmp_path / "request.json").write_text(json.dumps(task))
+    (tmp_path / "request.json").write_text(json.dumps(task_of(TINY_R1, some=spec)))
     command = [sys.executable, "-m", "pipeline.engines.tensorrt.worker", str(tmp_path / "request.json")]
     process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
     assert process.stdout is not None and b"advance" in process.stdout.readline()
