@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.open(random_checkpoint.write(tmp_path_factory.mktemp("wide"), WIDE))
 
 
+@pytest.fixture(scope="module")
+def of_wide(wide: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Its logits, each way computed once."""
+    return cache(partial(logits, wide, tmp_path_factory.mktemp("scratch")))
+
+
 def spec(checkpoint: Checkpoint, form: Any, **values: Any) -> Spec:
     standard = {"dtype": "bfloat16", "max_batch": 4, "max_tokens": 24, "max_seq_len": 32}
     return Spec(arch=checkpoint.arch, form=form, last_layer=checkpoint.arch.num_hidden_layers, **standard | values)
@@ -96,9 +104,9 @@ def test_the_model_computes_the_same_with_plugins(tmp_path: Path, monkeypatch: p
     assert np.abs(logits(TINY_R1, tmp_path, 90, dtype="float32") - native).max() < 1e-4
 
 
-def test_products_and_choices_are_the_same_in_bfloat16(tmp_path: Path, wide: Checkpoint) -> None:
+def test_products_and_choices_are_the_same_in_bfloat16(of_wide: Callable[..., Any]) -> None:
     """Another order of sums may move a choice between two experts that are as good; here none is."""
-    native, ours = logits(wide, tmp_path, 0), logits(wide, tmp_path, 90)
+    native, ours = of_wide(0), of_wide(90)
     assert np.abs(ours - native).max() < 0.02 * np.abs(native).max()
 
 
@@ -129,29 +137,31 @@ def test_the_host_s_attention_reads_the_cache_as_tensorrt_s_does(tmp_path: Path,
     assert 0 < np.abs(ours[:, :, -2:] - native[:, :, -2:]).max() < 0.02 * np.abs(native).max()
 
 
-def test_the_host_s_experts_take_fp8_blocks_as_they_are_stored(tmp_path: Path, wide: Checkpoint) -> None:
+def test_the_host_s_experts_take_fp8_blocks_as_they_are_stored(
+    tmp_path: Path, wide: Checkpoint, of_wide: Callable[..., Any]
+) -> None:
     """Their activations are rounded to FP8, too, as DeepSeek's are, which TensorRT's layers do not."""
     decode = network(wide, spec(wide, "absorbed", max_tokens=2, host_plugins=True), tmp_path, 90)
     assert decode.plugins is not None and "moe_fp8_block" in decode.plugins.used and "ONE_HOT" not in kinds(decode)
     assert decode.plugins.plain()["host"] == {"moe_fp8_block": "plugins.moe_grouped_gemm.trt"}
     sizes = "the kernel takes rows of 576 with 512 values, 64 at a time, not 32 of 192 with 128"
     assert decode.plugins.native == {"mla_decode": sizes}
-    native, ours = (logits(wide, tmp_path, sm, host_plugins=True) for sm in (0, 90))
+    native, ours = of_wide(0), of_wide(90, host_plugins=True)
     assert 0 < np.abs(ours - native).max() < 0.05 * np.abs(native).max()
 
 
-def test_ranks_add_what_their_own_experts_give(tmp_path: Path, wide: Checkpoint) -> None:
-    one, two = (logits(wide, tmp_path, 90, ranks=ranks, host_plugins=True) for ranks in (1, 2))
+def test_ranks_add_what_their_own_experts_give(of_wide: Callable[..., Any]) -> None:
+    one, two = of_wide(90, host_plugins=True), of_wide(90, 2, host_plugins=True)
     assert np.abs(two - one).max() < 0.02 * np.abs(one).max()
 
 
-def test_tokens_travel_in_fp4_by_two_kernels(tmp_path: Path, wide: Checkpoint) -> None:
+def test_tokens_travel_in_fp4_by_two_kernels(tmp_path: Path, wide: Checkpoint, of_wide: Callable[..., Any]) -> None:
     """The same bytes but for 128 less: the model computes the same."""
     what = spec(wide, "absorbed", max_tokens=2, ranks=2, gather="fp4")
     native, ours = (network(wide, what, tmp_path, sm) for sm in (0, 90))
     assert ours.plugins is not None and {"nvfp4_pack", "nvfp4_unpack"} <= set(ours.plugins.used)
     assert len(kinds(native)) - len(kinds(ours)) > 70
-    native, ours = (logits(wide, tmp_path, sm, ranks=2, gather="fp4") for sm in (0, 90))
+    native, ours = (of_wide(sm, 2, gather="fp4") for sm in (0, 90))
     assert np.array_equal(ours, native)
 
 
