@@ -138,7 +138,7 @@ class TensorrtEngineConfig:
     which, and why not the others. all: also those that are launched from Python, which needs this package where the engine runs."""
     exchange: str = limited("gather", one_of=TENSORRT_EXCHANGES)
     """Attention DP: gather brings all tokens to all ranks, all_to_all each to the ranks of its experts."""
-    exchange_share: float = limited(1.0, above=0, most=1, hint="0.5 to 1 are usual")
+    exchange_share: float = limited(1.0, least=0.001, most=1, hint="0.5 to 1 are usual")
     """exchange=all_to_all: the part of a step's tokens for which each rank has room on each other one; below 1, more are left out
     and counted."""
     gather: str = limited("bf16", one_of=TENSORRT_PAYLOADS)

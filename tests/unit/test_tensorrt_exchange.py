@@ -228,9 +228,10 @@ def test_networks_of_ranks_that_differ_are_refused_before_they_run(tmp_path, sma
     [
         (("parallel.attention_dp=false", "engine.tensorrt.gather=fp4"), "are for tokens that ranks have apart"),
         (("parallel.attention_dp=false", "engine.tensorrt.exchange=all_to_all"), "are for tokens that ranks have apart"),
+        (("engine.tensorrt.exchange=all_to_all", "engine.tensorrt.exchange_share=4e-4"), "0.0004 is too small: it must be at"),
     ],
 )
-def test_ways_that_tensor_parallelism_does_not_have_are_refused(words, sentence) -> None:
+def test_ways_that_there_are_not_are_refused(words, sentence) -> None:
     with pytest.raises(ConfigError, match=sentence):
         networks(load_config(["+hw=rtx_pro_6000", "engine=tensorrt", "parallel.tp=2", *words]), ARCH)
 
