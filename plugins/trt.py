@@ -31,7 +31,7 @@ __all__ = [
 
 NAMESPACE = "r1_pipeline"
 Size = Any
-"""An int, or an expression of `tensorrt.plugin`: of both, +, -, * and // by an int are used."""
+"""An int, or an expression of `tensorrt.plugin`: of both, +, * and // by an int are used."""
 Sizes = Mapping[str, Sequence[Size]]
 """Input -> its dimensions."""
 

@@ -80,9 +80,6 @@ class _Size:
     def __add__(self, other: Any) -> _Size:
         return self._with("SUM", other)
 
-    def __sub__(self, other: Any) -> _Size:
-        return self._with("SUB", other)
-
     def __mul__(self, other: Any) -> _Size:
         return self._with("PROD", other)
 

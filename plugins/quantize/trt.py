@@ -31,15 +31,21 @@ def _refusal(sizes: Sizes) -> str:
     return "" if columns % FP8_GROUP == 0 else f"{columns} columns are not whole groups of {FP8_GROUP}"
 
 
-def _kernel(sizes: Sizes, *, tactic: int = 0) -> Kernel:
-    tokens, columns = sizes["x"]
+def _launched(name: str, tokens: Size, columns: int, tactic: int, **constants: int | str) -> Kernel:
+    """With a thread for each piece of 16 bytes of BF16, or for two."""
     unroll = tactic or 1
     row, block = columns // op.PIECE, op.THREADS * unroll
     return Kernel(
-        source=op.SOURCE.path, name="fp8_quantize", macros={"COLUMNS": columns, "UNROLL": unroll, "THREADS": op.THREADS},
+        source=op.SOURCE.path, name=name, macros={"COLUMNS": columns, "UNROLL": unroll, "THREADS": op.THREADS},
         grid=((tokens * row + (block - 1)) // block, 1, 1), threads=op.THREADS, numbers={"pieces": tokens * row},
-        constants={"code_stride": row, "row_stride": columns // FP8_GROUP, "group_stride": 1},
+        constants=constants,
     )  # fmt: skip
+
+
+def _kernel(sizes: Sizes, *, tactic: int = 0) -> Kernel:
+    tokens, columns = sizes["x"]
+    strides = {"code_stride": columns // op.PIECE, "row_stride": columns // FP8_GROUP, "group_stride": 1}
+    return _launched("fp8_quantize", tokens, columns, tactic, **strides)
 
 
 def _packed_shapes(sizes: Sizes) -> Sequence[Sequence[Size]]:
@@ -57,27 +63,19 @@ def _packing_refusal(sizes: Sizes) -> str:
     return "" if columns % op.NVFP4_COLUMNS == 0 else f"the kernel takes multiples of {op.NVFP4_COLUMNS} columns, not {columns}"
 
 
-def _packing(name: str, tokens: Size, columns: int, tactic: int, scales: str, scale_stride: int) -> Kernel:
-    """Codes and scales share the rows, of 9/16 byte a value."""
-    unroll = tactic or 1
-    row, block = columns // op.PIECE, op.THREADS * unroll
-    padding = {"padding": 0} if name == "nvfp4_quantize" else {}
-    return Kernel(
-        source=op.SOURCE.path, name=name, macros={"COLUMNS": columns, "UNROLL": unroll, "THREADS": op.THREADS},
-        grid=((tokens * row + (block - 1)) // block, 1, 1), threads=op.THREADS, numbers={"pieces": tokens * row},
-        constants={"code_stride": columns * 9 // 64, "scale_stride": scale_stride, "scales": scales} | padding,
-    )  # fmt: skip
-
-
 def _pack(sizes: Sizes, *, tactic: int = 0) -> Kernel:
+    """Codes and scales share the rows, of 9/16 byte a value."""
     tokens, columns = sizes["x"]
-    return _packing("nvfp4_quantize", tokens, columns, tactic, f"codes + {columns // 8}", columns * 9 // 64)
+    row = columns * 9 // 64
+    shared = {"code_stride": row, "scale_stride": row, "scales": f"codes + {columns // 8}"}
+    return _launched("nvfp4_quantize", tokens, columns, tactic, padding=0, **shared)
 
 
 def _unpack(sizes: Sizes, *, tactic: int = 0) -> Kernel:
-    tokens, packed = sizes["codes"]
-    columns = packed * 16 // 9
-    return _packing("nvfp4_dequantize", tokens, columns, tactic, f"(const u8*)(codes + {columns // 8})", packed)
+    tokens, row = sizes["codes"]
+    columns = row * 16 // 9
+    shared = {"code_stride": row // 4, "scale_stride": row, "scales": f"(const u8*)(codes + {columns // 8})"}
+    return _launched("nvfp4_dequantize", tokens, columns, tactic, **shared)
 
 
 def _packed(x: Tensor, input_scale: Tensor) -> Sequence[Tensor]:

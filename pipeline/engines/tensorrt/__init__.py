@@ -1,6 +1,7 @@
 """Native TensorRT engines: one network definition for `tensorrt` and `tensorrt_rtx`, an engine for each rank and form.
 
-`network/` says what is computed, `interpreter/` computes it in numpy, `build.py` has it compared and built, `runtime.py` runs it.
+`network/` says what is computed, `interpreter/` computes it in numpy, `build.py` has it compared and built; what runs it where it
+is served is `triton_repo/tensorrt`.
 """
 
 from __future__ import annotations

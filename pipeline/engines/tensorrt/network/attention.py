@@ -16,7 +16,7 @@ from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.engines.tensorrt.plugins import offered
 from pipeline.engines.tensorrt.weights import Weights
 
-__all__ = ["Where", "attention", "rope_tables"]
+__all__ = ["Where", "attention", "compute_type", "rope_tables"]
 
 
 @dataclass(frozen=True, slots=True)

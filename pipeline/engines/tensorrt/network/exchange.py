@@ -92,8 +92,8 @@ def _places(net: Graph, spec: Spec, x: Tensor, indices: Tensor, dropped: list[Te
     from 1, 0 for none."""
     kinds, ranks = net.trt.DataType, spec.ranks
     count = net.cut(net.shape(x), 0, 0, 1)
-    room = net.div(net.add(net.mul(count, _int64(net, spec.permille)), _int64(net, 999)), _int64(net, 1000))
-    places_in_all = net.mul(room, _int64(net, ranks))
+    room = net.div(net.add(net.scale(count, spec.permille), net.scalar(999, count)), net.scalar(1000, count))
+    places_in_all = net.scale(room, ranks)
     room32, none = (net.reshape(net.cast(value, kinds.INT32), (1, 1)) for value in (room, places_in_all))
     owner = net.div(indices, net.constant(np.array([[len(spec.experts)]], np.int32)))
     goes = net.reduce(net.one_hot(owner, ranks, kinds.INT32), "MAX", 1, keep=False)
@@ -106,10 +106,8 @@ def _places(net: Graph, spec: Spec, x: Tensor, indices: Tensor, dropped: list[Te
     most = spec.max_batch * spec.max_tokens
     numbers = net.cut_to(net.constant(np.arange(1, most + 1, dtype=np.int32)), 0, count)
     numbers = net.reshape(net.expand(net.reshape(numbers, (-1, 1)), 1, ranks), (-1,))
-    empty = net.cut_to(net.constant(np.zeros(ranks * spec.room(most) + 1, np.int32)), 0, net.add(places_in_all, _int64(net, 1)))
+    empty = net.cut_to(
+        net.constant(np.zeros(ranks * spec.room(most) + 1, np.int32)), 0, net.add(places_in_all, net.scalar(1, places_in_all))
+    )
     filled = net.scatter_rows(empty, net.reshape(places, (-1, 1)), numbers)
     return places, net.cut_to(filled, 0, places_in_all)
-
-
-def _int64(net: Graph, value: int) -> Tensor:
-    return net.constant(np.array([value], np.int64))

@@ -22,7 +22,7 @@ import numpy as np
 from pipeline.engines.tensorrt.graph import Graph, Tensor
 from pipeline.formats.numerics import E4M3, E4M3_MAX, Array
 
-__all__ = ["BUILT_AS", "NATIVE", "Named", "Stored", "linear", "repack_int4"]
+__all__ = ["BUILT_AS", "NATIVE", "Named", "Stored", "linear", "repack_int4", "shared_scale"]
 
 BUILT_AS = {
     "bf16": "BF16 product",
@@ -108,14 +108,14 @@ def _tensor_scale(net: Graph, x: Tensor, weight: Stored, leaf: str) -> tuple[Ten
     return _unit(net), [_leaf(net, weight, leaf, (-1, *(1,) * (len(x.shape) - 1)))]
 
 
-def _shared_scale(net: Graph, weight: Stored) -> Tensor:
+def shared_scale(net: Graph, *weights: Stored) -> Tensor:
     """The activations' static scale; experts see the same ones, so the largest of theirs. TensorRT wants it at build time."""
-    return net.constant(np.array(weight.tensors["input_scale"].max(), np.float32))
+    return net.constant(np.array(max(weight.tensors["input_scale"].max() for weight in weights), np.float32))
 
 
 def _fp8(net: Graph, x: Tensor, weight: Stored) -> Tensor:
     kinds = net.trt.DataType
-    static = _shared_scale(net, weight)
+    static = shared_scale(net, weight)
     activations = net.dequantize(net.quantize(x, static, kinds.FP8), static, x.dtype)
     scale, after = _tensor_scale(net, x, weight, "weight_scale")
     codes = _leaf(net, weight, "weight", _lifted(x, weight))
@@ -165,7 +165,7 @@ def _w4a16_nvfp4(net: Graph, x: Tensor, weight: Stored) -> Tensor:
 
 
 def _nvfp4(net: Graph, x: Tensor, weight: Stored) -> Tensor:
-    static = _shared_scale(net, weight)
+    static = shared_scale(net, weight)
     codes, block_scales = net.quantize_fp4(x, static)
     return _w4a16_nvfp4(net, net.dequantize(codes, net.dequantize(block_scales, static, x.dtype), x.dtype), weight)
 

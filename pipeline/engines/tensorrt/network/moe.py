@@ -147,8 +147,8 @@ def _dispatch(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor, 
     here, expert = _own(net, spec, net.reshape(indices, (-1,)))
     hot = net.one_hot(expert, count + 1, kinds.INT32)
     earlier = net.reduce(net.mul(net.running_count(hot), hot), "SUM", 1, keep=False)
-    fits = net.both(here, net.less(earlier, _int(net, capacity)))
-    place = net.select(fits, net.add(net.mul(expert, _int(net, capacity)), earlier), _int(net, count * capacity))
+    fits = net.both(here, net.less(earlier, net.scalar(capacity, earlier)))
+    place = net.select(fits, net.add(net.scale(expert, capacity), earlier), net.scalar(count * capacity, earlier))
     if spec.moe_capacity:
         lost = net.sub(net.cast(here, kinds.INT32), net.cast(fits, kinds.INT32))
         dropped.append(net.reduce(lost, "SUM", 0))
@@ -160,10 +160,6 @@ def _dispatch(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor, 
     y = net.concat([y, net.constant(np.zeros((1, arch.hidden_size), net.numpy[x.dtype]))], 0)
     back = net.reshape(net.float32(net.gather(y, place)), (-1, per_token, arch.hidden_size))
     return net.cast(net.reduce(net.mul(back, net.reshape(shares, (-1, per_token, 1))), "SUM", 1, keep=False), x.dtype)
-
-
-def _int(net: Graph, value: int) -> Tensor:
-    return net.constant(np.array([value], np.int32))
 
 
 def _layer(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor, indices: Tensor, shares: Tensor,

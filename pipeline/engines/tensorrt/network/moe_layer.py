@@ -9,10 +9,8 @@ Shape legend: N tokens, E experts of this rank, K experts a token, I expert widt
 
 from __future__ import annotations
 
-import numpy as np
-
 from pipeline.engines.tensorrt.graph import Graph, Tensor
-from pipeline.engines.tensorrt.network.linear import Stored
+from pipeline.engines.tensorrt.network.linear import Stored, shared_scale
 from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.engines.tensorrt.weights import Weights
 
@@ -26,7 +24,7 @@ def moe_layer(net: Graph, spec: Spec, weights: Weights, prefix: str, x: Tensor, 
     batch = net.reshape(x, (1, -1, arch.hidden_size))
     turned, inner = [_turned(net, part, x) for part in (gate, up, down)], None
     if gate.format == "fp8":
-        scale, inner = _scale(net, gate, up), _scale(net, down)
+        scale, inner = shared_scale(net, gate, up), shared_scale(net, down)
         batch = net.dequantize(net.quantize(batch, scale, kinds.FP8), scale, x.dtype)
     per_token = (1, -1, arch.num_experts_per_tok)
     layer = net.layer("add_moe", batch, net.reshape(indices, per_token), net.reshape(net.cast(shares, x.dtype), per_token))
@@ -42,8 +40,3 @@ def _turned(net: Graph, weight: Stored, x: Tensor) -> Tensor:
     if weight.format != "fp8":
         return codes
     return net.dequantize(codes, net.constant(weight.tensors["weight_scale"], f"{weight.name}.weight_scale"), x.dtype, axis=0)
-
-
-def _scale(net: Graph, *weights: Stored) -> Tensor:
-    """Of activations; experts see the same ones."""
-    return net.constant(np.array(max(weight.tensors["input_scale"].max() for weight in weights), np.float32))
