@@ -26,7 +26,7 @@ from pipeline.core.errors import StageError
 from plugins.nvrtc import FLAGS, compile_source, compiler_version, source_text
 
 __all__ = [
-    "NAMESPACE", "Kernel", "Plugin", "arranged", "call", "digest", "launch_parameters", "ptx", "register", "sizes", "uncovered",
+    "NAMESPACE", "Kernel", "Plugin", "arranged", "call", "digest", "ptx", "register", "sizes", "uncovered",
 ]  # fmt: skip
 
 NAMESPACE = "r1_pipeline"
@@ -143,7 +143,7 @@ def call(plugin: Plugin, attributes: Mapping[str, Any], known: str) -> str:
     return json.dumps({"plugin": plugin.name, "attributes": dict(attributes), "digest": known}, sort_keys=True)
 
 
-def launch_parameters(trtp: Any, kernel: Kernel) -> tuple[Any, Any]:
+def _launch_parameters(trtp: Any, kernel: Kernel) -> tuple[Any, Any]:
     """`KernelLaunchParams` and the expressions of the whole numbers."""
     grid = dict(zip(("grid_x", "grid_y", "grid_z"), kernel.grid, strict=True))
     numbers = trtp.SymIntExprs(len(kernel.numbers))
@@ -206,7 +206,7 @@ def _implement(trtp: Any, plugin: Plugin, sm: int) -> Callable[..., Any]:
         ]
         variant = {"tactic": given[-1]} if plugin.tactics else {}
         kernel = make(sizes(plugin, shapes), **attributes, **variant)
-        return kernel.name, ptx(plugin, kernel, sm), *launch_parameters(trtp, kernel)
+        return kernel.name, ptx(plugin, kernel, sm), *_launch_parameters(trtp, kernel)
 
     rest = {"outputs": _outputs(trtp, plugin), "tactic": int}
     return _signed(implement, plugin, trtp, rest, tuple[str, bytes, trtp.KernelLaunchParams, trtp.SymIntExprs])

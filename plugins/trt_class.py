@@ -32,7 +32,7 @@ DTYPES = {
 
 
 def folder_digest(folder: Path, attributes: Mapping[str, Any]) -> str:
-    """SHA-256 of a plugin's sources, which are compiled where they run, and of its attributes."""
+    """SHA-256 of the sources in a plugin's folder, which are compiled where they run, and of its attributes."""
     files = sorted(file for pattern in ("*.py", "*.cu", "*.cuh") for file in folder.glob(pattern))
     digest = hashlib.sha256(repr(sorted(attributes.items())).encode())
     for file in files:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import Checkpoint
-from pipeline.engines.tensorrt.interpreter import Exchange, Interpreter, drive
+from pipeline.engines.tensorrt.interpreter import Exchange, Interpreter, exchanged
 from pipeline.engines.tensorrt.network.spec import Spec
 from pipeline.engines.tensorrt.worker import network
 
@@ -64,7 +64,7 @@ class InterpretedRunner(Runner):
             "tokens": tokens.numpy(), "starts": starts.numpy(), "positions": positions.numpy(), "logit_rows": wanted.numpy(),
             "keys": np.array([int(starts.max()) + tokens.shape[1]]), "hidden": None if hidden is None else hidden.numpy(),
         }  # fmt: skip
-        outputs = drive(self._nets[form, hidden is not None], feeds, self._rank, self.meet or (lambda asked: [asked]))
+        outputs = self._run(self._nets[form, hidden is not None], feeds)
         for name, value in outputs.items():
             if name.startswith("present."):
                 self._caches[name.replace("present", "cache")][rows] = value
@@ -72,6 +72,16 @@ class InterpretedRunner(Runner):
             self.limited = True
             self.dropped += torch.from_numpy(outputs["dropped"])
         return torch.from_numpy(outputs["logits"]), torch.from_numpy(outputs["states"]) if "states" in outputs else None
+
+    def _run(self, network: Interpreter, feeds: dict[str, Any]) -> dict[str, Any]:
+        running, answer = network.steps(feeds), None
+        while True:
+            try:
+                asked = running.send(answer)  # type: ignore[arg-type]
+            except StopIteration as stop:
+                return stop.value
+            assert self.meet is not None
+            answer = exchanged(self.meet(asked), self._rank)
 
 
 class InterpretedRanks:

@@ -18,8 +18,7 @@ from pipeline.core.errors import ConfigError, StageError  # noqa: E402
 from pipeline.engines.tensorrt.agreement import compare  # noqa: E402
 from pipeline.engines.tensorrt.builder import build, describe  # noqa: E402
 from pipeline.engines.tensorrt.graph import Graph  # noqa: E402
-from pipeline.engines.tensorrt.interpreter import Exchange, Interpreter, run_ranks  # noqa: E402
-from pipeline.engines.tensorrt.interpreter.run import exchanged  # noqa: E402
+from pipeline.engines.tensorrt.interpreter import Exchange, Interpreter, exchanged, run_ranks  # noqa: E402
 from pipeline.engines.tensorrt.network.collectives import Collective, checked_group, refuse_unlike  # noqa: E402
 from pipeline.engines.tensorrt.network.decoder import define  # noqa: E402
 from pipeline.engines.tensorrt.network.payload import pack, unpack  # noqa: E402

@@ -5,6 +5,6 @@ float32 and every tensor is rounded to its type. Ranks run in turn: each is a ge
 have come there.
 """
 
-from pipeline.engines.tensorrt.interpreter.run import Exchange, Interpreter, drive, run_ranks
+from pipeline.engines.tensorrt.interpreter.run import Exchange, Interpreter, exchanged, run_ranks
 
-__all__ = ["Exchange", "Interpreter", "drive", "run_ranks"]
+__all__ = ["Exchange", "Interpreter", "exchanged", "run_ranks"]

@@ -1,11 +1,8 @@
-"""The interpreter's loop: values by tensor name, layers in order, collectives over ranks.
-
-Ranks run in one process (`run_ranks`), or each in its own (`drive`), whose caller carries the values between them.
-"""
+"""The interpreter's loop: values by tensor name, layers in order, collectives over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +18,7 @@ from pipeline.engines.tensorrt.plugins import LAYER as PLUGIN
 from pipeline.engines.tensorrt.plugins import interpreted
 from pipeline.formats.numerics import Array
 
-__all__ = ["CLASSES", "Exchange", "Interpreter", "drive", "exchanged", "run_ranks"]
+__all__ = ["CLASSES", "Exchange", "Interpreter", "exchanged", "run_ranks"]
 
 CLASSES = {
     "CONSTANT": "IConstantLayer", "ELEMENTWISE": "IElementWiseLayer", "UNARY": "IUnaryLayer", "ACTIVATION": "IActivationLayer",
@@ -135,19 +132,6 @@ def run_ranks(ranks: Sequence[Interpreter], feeds: Sequence[Mapping[str, Array]]
         if done:
             raise StageError(f"The ranks do not agree: {len(done)} have ended while others wait in {asked[0]}.")
         answers = [exchanged(asked, rank) for rank in range(len(asked))]
-
-
-def drive(
-    rank: Interpreter, feeds: Mapping[str, Array], number: int, meet: Callable[[Exchange], Sequence[Exchange]]
-) -> dict[str, Array]:
-    """Run one rank of several: `meet` shows the others what this one brings, and returns what all brought, by rank."""
-    running, answer = rank.steps(feeds), None
-    while True:
-        try:
-            asked = running.send(answer)  # type: ignore[arg-type]
-        except StopIteration as stop:
-            return stop.value
-        answer = exchanged(meet(asked), number)
 
 
 def exchanged(asked: Sequence[Exchange], rank: int) -> Array:
