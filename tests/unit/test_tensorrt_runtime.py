@@ -103,6 +103,8 @@ def test_drafts_change_how_many_steps_there_are_and_no_token(tmp_path) -> None:
     assert stats.drafted > stats.accepted > 0
     decodes = [shape for form, shape in engine._ranks.runners[0].steps if shape == (3, 2) and form == "absorbed"]
     assert len(decodes) % 2 == 0 and stats.tokens == 17  # a drafted step runs the MTP layer and the model
+    with pytest.raises(ValueError, match="Position of a drafted step 47 is out of range"):
+        engine.speculate(*(torch.tensor([[value]]) for value in (5, 47, 1)))
 
 
 def test_tokens_that_miss_experts_are_told_in_the_log(tmp_path, small, capfd) -> None:

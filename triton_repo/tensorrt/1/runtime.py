@@ -94,6 +94,7 @@ class CompiledEngine:
         """Decode with the MTP layer: tokens [B, 1] at positions [B, 1] -> the drafts [B] of what follows them, and logits
         [B, 2, V] of what follows each token and of what follows its draft. The next call's positions say what was accepted."""
         self._check(tokens, positions, pages)
+        _check_range("Position of a drafted step", positions, 1, self.info["max_seq_len"] - 1)  # its draft is one further
         rows, last = self._rows, self.info["max_seq_len"]
         accepted = torch.zeros(self._owners, rows, 2, dtype=torch.int32)
         counts = torch.ones(self._owners, rows, dtype=torch.int32)
