@@ -193,6 +193,8 @@ def inspect(options: Options, console: Console) -> int:
         raise ConfigError(f"inspect takes one checkpoint folder, but got {len(folders)}: python -m pipeline inspect DIR.")
     if (Path(folders[0]) / "engine.json").is_file():
         return _inspect_engine(Path(folders[0]), options, console)
+    if options.draw:
+        raise ConfigError(f"--draw is for results of engine=tensorrt or of onnx: {folders[0]} has no engine.json.")
     found = look(Path(folders[0]), RankOptions.parse(word for word in options.overrides if word not in folders))
     for line in found.lines() if not options.as_json else ():
         console.line(line)
@@ -209,10 +211,12 @@ def _inspect_engine(folder: Path, options: Options, console: Console) -> int:
     looks = {"tensorrt": show, "onnx": show_onnx}
     if kind not in looks:
         other = f"{folder} is a result of engine={kind or 'torch'}"
-        raise ConfigError(f"{other}; inspect looks into checkpoints and results of engine=tensorrt.")
+        raise ConfigError(f"{other}; inspect looks into checkpoints and results of engine=tensorrt or of onnx.")
     found = looks[kind].plain(folder)
     engines = show.engine_files(found)
     view = show.View.parse([word for word in options.overrides if not Path(word).is_dir()], list(engines))
+    if view.opened and not options.draw:
+        raise ConfigError("open= says what --draw FILE.svg draws in full: give both.")
     told = list(looks[kind].lines(found))
     if view.network:
         told += [f"{view.network}, every kernel:", *show.network_lines(folder / engines[view.network])]

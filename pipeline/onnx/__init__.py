@@ -14,13 +14,18 @@ from importlib.util import find_spec
 
 from pipeline.core.errors import MissingToolError
 
-__all__ = ["CASES", "ENGINE", "LAYERS", "MODEL", "REPORT", "require"]
+__all__ = ["CASES", "ENGINE", "LAYERS", "MODEL", "REPORT", "few", "require"]
 
 MODEL, REPORT, ENGINE, LAYERS = "model.onnx", "engine.json", "model.engine", "model.layers.txt"
 CASES = "case{}.npz"
 """Inputs and outputs by name, while they are compared."""
 PACKAGES = {"torch": "torch", "onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx"}
 """Module -> the extra that brings it."""
+
+
+def few(names: list[str]) -> str:
+    """The first names, and how many others there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 
 def require() -> None:

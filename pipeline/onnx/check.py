@@ -18,11 +18,13 @@ __all__ = ["compare"]
 
 
 def compare(found: Array, expected: Array) -> dict[str, Any]:
-    """Largest difference, and that as a share of the largest expected value."""
+    """Largest difference, and that as a share of the largest finite value expected; nan and inf are met by the same."""
     if found.shape != expected.shape:
         return {"shape": list(found.shape), "expected_shape": list(expected.shape), "max_abs": None, "relative": float("inf")}
-    largest = float(np.abs(found.astype(np.float64) - expected).max(initial=0))
-    scale = float(np.abs(expected.astype(np.float64)).max(initial=0))
+    found, expected = found.astype(np.float64), expected.astype(np.float64)
+    same = (found == expected) | (np.isnan(found) & np.isnan(expected))  # inf - inf is nan
+    largest = float(np.abs(np.subtract(found, expected, where=~same, out=np.zeros_like(found))).max(initial=0))
+    scale = float(np.abs(expected[np.isfinite(expected)]).max(initial=0))
     return {"shape": list(found.shape), "max_abs": largest, "relative": largest / scale if scale else largest}
 
 

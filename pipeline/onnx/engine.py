@@ -15,7 +15,7 @@ from pipeline.engines.tensorrt.definition import Definition
 from pipeline.engines.tensorrt.library import load
 from pipeline.engines.tensorrt.listing import listing
 from pipeline.engines.tensorrt.worker import peak_bytes, serve
-from pipeline.onnx import ENGINE, LAYERS, MODEL
+from pipeline.onnx import ENGINE, LAYERS, MODEL, few
 
 __all__ = ["Parsed", "make"]
 
@@ -45,15 +45,11 @@ class Parsed(Definition):
             if not self._parser.supports_operator(node.op_type):
                 unknown[node.op_type].append(node.name)
         if unknown:
-            told = (f"{kind} ({_few(names)})" for kind, names in sorted(unknown.items()))
+            told = (f"{kind} ({few(names)})" for kind, names in sorted(unknown.items()))
             return f"TensorRT's ONNX parser does not have {', '.join(told)}: compute it with other operators."
         error = self._parser.get_error(0)
         place = f"{error.node_name()} ({error.node_operator()})"
         return f"TensorRT's ONNX parser refuses {place}: {' '.join(error.desc().split())[:600]}"
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 
 def make(request: dict[str, Any], folder: Path, events: EventWriter, stop: list[int]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from pipeline.core.errors import ConfigError, StageError
 from pipeline.core.events import EventWriter
 from pipeline.engines.tensorrt.worker import serve
-from pipeline.onnx import CASES, MODEL
+from pipeline.engines.torch.export import accept_float32_groups
+from pipeline.onnx import CASES, MODEL, few
 from pipeline.onnx.operators import TRANSLATIONS
 
 __all__ = ["Asked", "export"]
@@ -51,7 +52,9 @@ class Asked:
         with torch.no_grad():
             found = self.module(*pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, args))
         leaves, _ = pytree.tree_flatten_with_path(found)
-        return {_name(path): leaf for path, leaf in leaves if torch.is_tensor(leaf)}
+        if others := [_name(path) for path, leaf in leaves if leaf is not None and not torch.is_tensor(leaf)]:
+            raise ConfigError(f"The module returns {', '.join(others)} beside tensors, and ONNX has nothing else: leave it out.")
+        return {_name(path): leaf for path, leaf in leaves if leaf is not None}
 
 
 def _kinds(made: Any) -> str:
@@ -98,9 +101,7 @@ def _program(asked: Asked) -> torch.export.ExportedProgram:
     Raises:
         StageError: torch cannot record the module, or the module writes what it was given.
     """
-    from pipeline.engines.torch.export import _accept_float32_groups
-
-    _accept_float32_groups()
+    accept_float32_groups()
     try:
         with torch.no_grad():
             program = torch.export.export(asked.module, asked.args, dynamic_shapes=asked.shapes, strict=False)
@@ -157,7 +158,9 @@ def _cases(program: torch.export.ExportedProgram, asked: Asked, folder: Path) ->
             found = asked.outputs(pytree.tree_unflatten(cut, spec))
             kept = {f"in.{name}": leaf for name, leaf in zip(names, cut, strict=True) if name in inputs}
             kept |= {f"out.{name}": leaf for name, leaf in found.items()}
-            np.savez(folder / CASES.format(number), **{name: leaf.numpy() for name, leaf in kept.items()})
+            np.savez(folder / CASES.format(number), **{name: leaf.detach().numpy() for name, leaf in kept.items()})
+        except ConfigError:
+            raise
         except TypeError as error:
             yield f"onnxruntime was not asked: {error}"
             return
@@ -175,7 +178,7 @@ def _cut(leaf: torch.Tensor, ranges: list[list[int | None]], shrink: int) -> tor
     return leaf
 
 
-def _converted(program: torch.export.ExportedProgram, asked: Asked, names: Sequence[str], opset: int) -> Any:
+def _converted(program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], opset: int) -> Any:
     """The ONNX program.
 
     Raises:
@@ -183,7 +186,7 @@ def _converted(program: torch.export.ExportedProgram, asked: Asked, names: Seque
     """
     try:
         return torch.onnx.export(
-            program, opset_version=opset, dynamo=True, verbose=False, output_names=list(names),
+            program, opset_version=opset, dynamo=True, verbose=False, input_names=list(inputs), output_names=list(outputs),
             custom_translation_table=TRANSLATIONS,
         )  # fmt: skip
     except Exception as error:
@@ -194,17 +197,17 @@ def _converted(program: torch.export.ExportedProgram, asked: Asked, names: Seque
         if missing is None:
             raise StageError(f"torch.onnx cannot convert the module: {_told(causes[-1])}") from error
         operator = ".".join(missing.groups())
-        raise StageError(f"ONNX has no form of {operator} ({_users(program, operator)}): compute it otherwise.") from error
+        raise StageError(f"ONNX has no form of {operator}{_users(program, operator)}: compute it otherwise.") from error
 
 
 def _users(program: torch.export.ExportedProgram, operator: str) -> str:
-    """Nodes of that operator, with the paths of their modules."""
+    """Nodes of that operator, with the paths of their modules; "" where the converter made it of others."""
     found = []
     for node in program.graph.nodes:
         if str(node.target) == operator:
             path, _ = list((node.meta.get("nn_module_stack") or {"": ("", "")}).values())[-1]
             found.append(f"{node.name} in {path or 'the module itself'}")
-    return ", ".join(found[:5]) + (f" and {len(found) - 5} others" if len(found) > 5 else "")
+    return f" ({few(found)})" if found else ""
 
 
 def _rename(model: Any) -> None:
@@ -227,7 +230,7 @@ def export(request: dict[str, Any], folder: Path, events: EventWriter, stop: lis
     notes = list(_cases(program, asked, folder))
     inputs = _inputs(program, asked)
     outputs = [f"{name}_out" if name in inputs else name for name in asked.outputs(asked.args)]
-    converted = _converted(program, asked, outputs, request["opset"])
+    converted = _converted(program, list(inputs), outputs, request["opset"])
     _rename(converted.model)
     converted.save(folder / MODEL, external_data=True)
     kinds = {name: str(leaf.dtype).removeprefix("torch.") for name, (leaf, _) in inputs.items()}

@@ -114,6 +114,7 @@ class TestWhatItIs:
         [
             ([], "inspect takes one checkpoint folder, but got 0"),
             (["nowhere"], "nowhere is not a folder"),
+            (["{}", "--draw", "x.svg"], "--draw is for results of engine=tensorrt or of onnx"),
             (["{}", "pp=2"], "does not know pp"),
             (["{}", "tp=4", "ep=3"], "ep=3 does not divide tp=4"),
             (["{}", "tp=none"], "tp=none is no number"),

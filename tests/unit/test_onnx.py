@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.cli import main
@@ -33,7 +34,9 @@ class Net(torch.nn.Module):
             past.add_(x)
         if self.kind == "branch" and x.sum() > 0:
             return x
-        return {"y": self.proj(x) + past.to(x.dtype), "where": x.argmax(-1), "nested": [past * 2]}
+        if self.kind == "number":
+            return x, 3
+        return {"y": self.proj(x) + past.to(x.dtype), "where": x.argmax(-1), "nested": [past * 2], "same": past}
 
 def make(kind="good", most="6"):
     open_rows = {0: Dim("B", min=1, max=int(most) if most else None)}
@@ -93,6 +96,7 @@ def exported(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str = "make", 
     [
         ("make", {"kind": "airy"}, r"ONNX has no form of aten.special_airy_ai.default \(special_airy_ai in the module itself\)"),
         ("make", {"kind": "in place"}, "The module writes past in place, which ONNX cannot say"),
+        ("make", {"kind": "number"}, "returns output_1 beside tensors"),
         ("make", {"kind": "branch"}, r"torch.export does not record the module: \w+: .*data-dependent"),
         ("make", {"colour": "red"}, "some_factories:make failed: TypeError: .*colour"),
         ("odd", {}, "must return .module, args. .*; it returned Net"),
@@ -115,9 +119,9 @@ def test_names_ranges_and_bytes_are_the_module_s_and_the_same_each_time(tmp_path
         assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     assert str(tmp_path).encode() not in (tmp_path / "model.onnx").read_bytes()
     assert made["inputs"]["x"] == {"dtype": "float32", "range": [[1, 16], [3, 16], [6, 16]]}
-    assert made["outputs"] == ["y", "where", "nested_0"]
+    assert made["outputs"] == ["y", "where", "nested_0", "same"]
     model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
-    assert model.opset_import[0].version == 23
+    assert model.opset_import[0].version == 23 and [item.name for item in model.graph.input] == ["x", "past"]
     assert any(node.name.startswith("proj.") for node in model.graph.node)
 
 
@@ -134,13 +138,22 @@ def test_onnxruntime_is_held_against_torch_at_two_sizes(tmp_path, monkeypatch) -
     from pipeline.onnx.check import check
 
     rows = check({}, tmp_path, EventWriter(io.StringIO()), [])["agreement"]
-    assert [(row["case"], row["output"], row["shape"]) for row in rows[:4:3]] == [("case0", "y", [3, 16]), ("case1", "y", [2, 16])]
+    assert [(row["case"], row["output"], row["shape"]) for row in rows[:5:4]] == [("case0", "y", [3, 16]), ("case1", "y", [2, 16])]
     assert max(row["relative"] for row in rows) < 1e-6
     data = tmp_path / "model.onnx.data"
     stored = bytearray(data.read_bytes())
     stored[2:4] = b"\x40\x41"  # the first weight becomes some 12
     data.write_bytes(stored)
     assert max(row["relative"] for row in check({}, tmp_path, EventWriter(io.StringIO()), [])["agreement"]) > 1
+
+
+def test_infinities_are_met_by_infinities_only() -> None:
+    pytest.importorskip("onnxruntime", reason="pip install 'r1-pipeline[onnx]'")
+    from pipeline.onnx.check import compare
+
+    masked, other = np.array([-np.inf, np.nan, 2.0]), np.array([0.0, np.nan, 2.5])
+    assert compare(masked, masked)["relative"] == 0 and compare(other, masked)["relative"] == np.inf
+    assert compare(np.array([-np.inf, np.nan, 2.5]), masked)["relative"] == 0.25
 
 
 def parsed(tmp_path: Path, node: Any) -> Any:

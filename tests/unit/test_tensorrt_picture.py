@@ -127,3 +127,9 @@ def test_what_to_draw_is_asked_in_words_and_refused_in_sentences(tmp_path: Path)
     (tmp_path / "a.layers.txt").write_text(TEXT)
     assert "17 layers in" in draw(tmp_path, {"a": "a.engine"}, View(None, ()), tmp_path / "x.svg")
     assert (tmp_path / "x.svg").read_text().startswith("<svg")
+    with pytest.raises(ConfigError, match=r"open=layers\.7 begins no cluster of a: where, embed, layers\.0\.attn, head"):
+        draw(tmp_path, {"a": "a.engine"}, View(None, ("layers.7",)), tmp_path / "x.svg")
+    with pytest.raises(ConfigError, match=r"none is no folder"):
+        draw(tmp_path, {"a": "a.engine"}, View(None, ()), tmp_path / "none" / "x.svg")
+    with pytest.raises(ConfigError, match=r"There is no network a here: the result has no engine"):
+        View.parse(["network=a"], [])

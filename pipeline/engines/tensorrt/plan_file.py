@@ -83,7 +83,8 @@ def launches(file: Path) -> list[Launch]:
 
 def _launch(match: re.Match[bytes]) -> Launch:
     product, kernel, layers = (group.decode(errors="replace") if group else "" for group in match.groups())
-    return Launch("gemm", (product,)) if product else Launch(kernel, tuple(layers.split("\x1f")) if layers else ())
+    names = tuple(name.removeprefix("[ONNX Layer: ").removesuffix("]") for name in layers.split("\x1f")) if layers else ()
+    return Launch("gemm", (product,)) if product else Launch(kernel, names)
 
 
 def kernels(file: Path) -> dict[str, int]:

@@ -42,7 +42,7 @@ class View:
         if given:
             raise ConfigError(f"inspect of engines does not know {', '.join(given)}: it takes network=NAME and open=PREFIX.")
         if network is not None and network not in names:
-            raise ConfigError(f"There is no network {network} here: {', '.join(names)}.")
+            raise ConfigError(f"There is no network {network} here: {', '.join(names) or 'the result has no engine'}.")
         return cls(network, tuple(filter(None, opened.split(","))))
 
 
@@ -78,10 +78,14 @@ def draw(folder: Path, engines: Mapping[str, str], view: View, out: Path) -> str
     title = view.network or next(iter(engines))
     if out.suffix not in WRITERS:
         raise ConfigError(f"--draw {out}: the picture is an SVG or Graphviz text, so name it FILE.svg or FILE.dot.")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--draw {out}: {out.parent} is no folder; make it first.")
     layers = _layers(folder, engines[title])
-    drawn = _fitting(layers) if not view.opened else picture(layers, view.opened)
+    drawn = picture(layers, view.opened) if view.opened else _fitting(layers)
+    closed = [block.name for block in drawn.blocks if block.name == block.cluster]
+    if view.opened and len(closed) == len(drawn.blocks):
+        raise ConfigError(f"open={','.join(view.opened)} begins no cluster of {title}: {', '.join(drawn.clusters)}.")
     write_atomic(out, WRITERS[out.suffix](drawn, title).encode())
-    closed = [name for name in drawn.clusters if any(block.name == name for block in drawn.blocks)]
     more = f"; open={closed[len(closed) // 2]} shows what is inside" if closed and not view.opened else ""
     return f"{out}: {title}, {len(layers)} layers in {len(drawn.blocks)} boxes{more}"
 

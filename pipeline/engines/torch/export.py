@@ -35,7 +35,7 @@ from pipeline.engines.torch.graph import Decoder, Form
 from pipeline.engines.torch.plugged import ops
 from pipeline.models.arch import Arch
 
-__all__ = ["compile_form", "export_form", "load_decoder", "new_caches", "write_compiler_wrapper"]
+__all__ = ["accept_float32_groups", "compile_form", "export_form", "load_decoder", "new_caches", "write_compiler_wrapper"]
 
 OPTIONS: dict[str, Any] = {
     "aot_inductor.package_constants_in_so": False,
@@ -69,7 +69,7 @@ def new_caches(info: dict[str, Any]) -> list[Tensor]:
 def export_form(decoder: Decoder, form: Form, info: dict[str, Any]) -> ExportedProgram:
     """Record the graph with B, T and P left open, 1 included."""
     if info["dtype"] == "float32":
-        _accept_float32_groups()
+        accept_float32_groups()
     most_pages = -(-info["max_seq_len"] // info["page_size"])
     most = {"B": info["max_batch_size"] if form == "absorbed" else 1, "T": info["prefill_chunk"], "P": most_pages}
     sizes = {name: min(size, limit) for (name, limit), size in zip(most.items(), (3, 5, 4), strict=True)}
@@ -85,7 +85,7 @@ def export_form(decoder: Decoder, form: Form, info: dict[str, Any]) -> ExportedP
     return torch.export.export(decoder, inputs, dynamic_shapes=shapes, strict=False, **late)
 
 
-def _accept_float32_groups() -> None:
+def accept_float32_groups() -> None:
     """Let `grouped_mm` be traced in float32: its CPU kernel takes it, its shape function (torch 2.13) only bfloat16."""
 
     def shape_of(mat_a: Tensor, mat_b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
