@@ -13,7 +13,7 @@ from pipeline.checkpoint import Checkpoint
 from pipeline.config.load import load
 from pipeline.core.errors import ConfigError
 from pipeline.engines.tensorrt import memory
-from pipeline.engines.tensorrt.memory import FOLDED, held_as, peak, refuse_small, stored_in
+from pipeline.engines.tensorrt.memory import FOLDED, held_as, peak, refuse_small, stored_in, too_large_to_compare
 from pipeline.engines.tensorrt.networks import name_of, networks
 from pipeline.models.arch import Arch
 from pipeline.planner.case import case_of
@@ -89,3 +89,11 @@ def test_a_machine_with_less_is_refused_and_a_busy_one_warned(monkeypatch) -> No
     with pytest.raises(ConfigError, match=r"Building rank0_absorbed takes 8.4 GB of memory, and this machine has 8.0: lower"):
         refuse_small(sizes, specs, "embedded")
     assert refuse_small(sizes, specs, "inputs") is None
+
+
+def test_a_model_is_compared_where_its_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 20 * 10**9)
+    assert not too_large_to_compare(1_200_000_000)
+    assert too_large_to_compare(2_000_000_000) == (
+        "the model's 2,000,000,000 parameters would take 32.0 GB to interpret, and 20.0 are free"
+    )

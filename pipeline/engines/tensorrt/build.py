@@ -20,7 +20,7 @@ from pipeline.core.jsonio import read_json, write_json
 from pipeline.core.stage import StageContext
 from pipeline.engines.companions import copy_companions, eos_token_ids
 from pipeline.engines.tensorrt.library import installed_version
-from pipeline.engines.tensorrt.memory import peak, refuse_small, stored_in
+from pipeline.engines.tensorrt.memory import peak, refuse_small, stored_in, too_large_to_compare
 from pipeline.engines.tensorrt.network.collectives import refuse_unlike
 from pipeline.engines.tensorrt.network.linear import BUILT_AS
 from pipeline.engines.tensorrt.network.spec import Spec
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from pipeline.config.schema import TensorrtEngineConfig
 
 __all__ = ["build"]
-
-MOST_COMPARED = 2e8
-"""Parameters of the largest model that is compared: the interpreter and the reference keep it in float32."""
 
 
 def build(ctx: StageContext) -> None:
@@ -116,8 +113,8 @@ class _Work:
         size = sum(prod(entry.shape) for entry in self.checkpoint.entries.values())
         if self.settings.check_tokens < 4:
             return f"engine.tensorrt.check_tokens={self.settings.check_tokens}"
-        if size > MOST_COMPARED:
-            return f"the model has {size:,} parameters, more than the {MOST_COMPARED:.0e} that are interpreted"
+        if why := too_large_to_compare(size):
+            return why
         return "" if find_spec("torch") else "torch, which the reference needs, is not installed"
 
     def engines(self, fingerprints: dict[str, str]) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from pipeline.engines.tensorrt.network.spec import Spec
 if TYPE_CHECKING:
     from pipeline.checkpoint import Entry
 
-__all__ = ["FOLDED", "held_as", "peak", "refuse_small", "stored_in"]
+__all__ = ["FOLDED", "held_as", "peak", "refuse_small", "stored_in", "too_large_to_compare"]
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 BASE, LAYER = 0.42e9, 0.04e9
@@ -34,6 +34,9 @@ COPIES = {
 """Kind of weights -> resident bytes a stored byte, one of them being pages of a mapped file."""
 WIDENED = 8.0
 """The same of formats that engines do not have, which become BF16."""
+COMPARED_BYTES = 16
+"""Of memory for each parameter of a model that is compared, for the reference and the interpreted networks: two layers of R1's
+widths with 8 experts, 1.2e9 parameters, took 16.1 GiB."""
 
 
 def held_as(fmt: str, routed: bool) -> str:
@@ -95,3 +98,11 @@ def refuse_small(stored: Mapping[str, Mapping[str, float]], specs: Mapping[str, 
     if most <= free:
         return None
     return f"building {name} takes {most / 1e9:.1f} GB of memory and {free / 1e9:.1f} are free: it may be slow, or be killed"
+
+
+def too_large_to_compare(parameters: int) -> str:
+    """Why a model is not compared with the reference here; "" if it is."""
+    needed, free = parameters * COMPARED_BYTES, available_memory()
+    if needed <= free:
+        return ""
+    return f"the model's {parameters:,} parameters would take {needed / 1e9:.1f} GB to interpret, and {free / 1e9:.1f} are free"
