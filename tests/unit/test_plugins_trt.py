@@ -76,11 +76,16 @@ def kernel_of(name: str, **more: Any) -> trt.Kernel:
     return plugin.kernel(trt.sizes(plugin, shapes), **attributes, **more)
 
 
-def parameters(source: bytes, name: str) -> list[str]:
-    """Names of a kernel's parameters, in order."""
+def signature(source: bytes, name: str) -> list[str]:
+    """A kernel's parameters, in order."""
     found = re.search(rf"^{name}\(([^)]*)\) \{{$".encode(), source, re.MULTILINE)
     assert found
-    return [part.split()[-1].lstrip("*") for part in found[1].decode().split(",")]
+    return found[1].decode().split(",")
+
+
+def parameters(source: bytes, name: str) -> list[str]:
+    """Their names."""
+    return [part.split()[-1].lstrip("*") for part in signature(source, name)]
 
 
 def test_every_declared_plugin_is_tested() -> None:
@@ -153,9 +158,10 @@ def launched(name: str, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     ]
     monkeypatch.setattr(op, "SOURCE", Recorder())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    halves = [part.view(torch.uint8)[..., : 7168 // 2] for part in (outputs[0], inputs[0])], [
-        part.view(torch.uint8)[..., 7168 // 2 :].view(torch.float8_e4m3fn) for part in (outputs[0], inputs[0])
-    ]
+    halves = (
+        [part.view(torch.uint8)[..., : 7168 // 2] for part in (outputs[0], inputs[0])],
+        [part.view(torch.uint8)[..., 7168 // 2 :].view(torch.float8_e4m3fn) for part in (outputs[0], inputs[0])],
+    )
     run = {
         "topk_router": lambda: op.launch(*inputs, *outputs, **ROUTING), "fp8_quantize": lambda: op.launch_fp8(*inputs, *outputs),
         "nvfp4_pack": lambda: op.launch_nvfp4(*inputs, halves[0][0], halves[1][0]),
@@ -199,11 +205,14 @@ def has_nvrtc() -> bool:
     return True
 
 
-@pytest.mark.skipif(not has_nvrtc(), reason="no NVRTC here")
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="no NVRTC here")
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("sm", [90, 100])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compile_ahead_of_time(name: str, sm: int) -> None:
-    """PTX with the entry and its parameters, and a cubin of that chip with its symbol; each tactic for one chip."""
+    """PTX with the entry and its parameters; each tactic for one chip."""
     plugin = plugin_of(name)
     for tactic in (plugin.tactics or (0,))[: 2 if sm == 90 else 1]:
         kernel = kernel_of(name, **({"tactic": tactic} if plugin.tactics else {}))
@@ -212,9 +221,15 @@ def test_kernels_compile_ahead_of_time(name: str, sm: int) -> None:
         assert f".target sm_{sm}" in text and entry
         sizes = re.findall(r"\.param \.u(\d+)", entry[1])
         assert sizes == ["64"] * len(plugin.inputs) + ["32"] * len(kernel.numbers) + ["64"] * len(plugin.outputs)
-        options = (f"--gpu-architecture=sm_{sm}", *nvrtc.FLAGS, *(f"-D{key}={value}" for key, value in kernel.macros.items()))
-        cubin = nvrtc.compile_source(trt.arranged(plugin, kernel), options)
-        assert cubin.startswith(b"\x7fELF") and f".text.{kernel.name}\0".encode() in cubin
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", CASES)
+def test_the_assembler_of_a_chip_takes_them(name: str) -> None:
+    kernel = kernel_of(name)
+    options = ("--gpu-architecture=sm_90", *nvrtc.FLAGS, *(f"-D{key}={value}" for key, value in kernel.macros.items()))
+    cubin = nvrtc.compile_source(trt.arranged(plugin_of(name), kernel), options)
+    assert cubin.startswith(b"\x7fELF") and f".text.{kernel.name}\0".encode() in cubin
 
 
 @pytest.fixture(scope="module")
@@ -289,9 +304,7 @@ def test_the_embedded_kernel_on_the_cpu_vs_reference(name: str, tactic: int, tmp
     kernel = kernel_of(name, **({"tactic": tactic} if tactic else {}))
     source = trt.arranged(plugin, kernel)
     (tmp_path / "kernel.cu").write_bytes(source)
-    found = re.search(rf"^{kernel.name}\(([^)]*)\) \{{$".encode(), source, re.MULTILINE)
-    assert found
-    types = ",".join(part.rpartition(" ")[0] for part in found[1].decode().split(","))
+    types = ",".join(part.rpartition(" ")[0] for part in signature(source, kernel.name))
     library = CudaOnCpu(tmp_path / "kernel.cu", {kernel.name: types}, kernel.macros, tmp_path)
     given = tensors(name)
     inputs = dict(zip(plugin.inputs, (each.clone() for each in given), strict=True))
