@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason="plugins are torch ops")
 
 from pipeline.checkpoint import Checkpoint  # noqa: E402
 from pipeline.config.load import load as config  # noqa: E402
+from pipeline.core.errors import ConfigError  # noqa: E402
 from pipeline.core.key import key_of, key_parts  # noqa: E402
 from pipeline.engines import tensorrt  # noqa: E402
 from pipeline.engines.tensorrt import plugins, toolchain  # noqa: E402
@@ -217,6 +218,11 @@ def test_tensorrt_has_plugins_and_tensorrt_rtx_has_none(arguments: list[str], sm
     asked = config([*arguments, "engine=tensorrt"])
     assert {each.plugins_for for each in networks(asked, TINY_R1.arch)} == {sm}
     assert ("plugins" in toolchain(asked)) == bool(sm)
+
+
+def test_plugins_that_are_asked_for_where_there_can_be_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match="plugins=all needs tensorrt: tensorrt_rtx, which is for SM120, takes no plugins"):
+        networks(config(["+hw=rtx_pro_6000", "engine=tensorrt", "engine.tensorrt.plugins=all"]), TINY_R1.arch)
 
 
 @pytest.mark.parametrize(("choice", "files"), [

@@ -37,7 +37,7 @@ def resolve(config: Config) -> tuple[str, tuple[int, ...]]:
     """Library and targets of `engine.tensorrt` on `hw`.
 
     Raises:
-        ConfigError: there is no GPU, no library for it, or more targets than the library takes.
+        ConfigError: there is no GPU, no library for it, or more targets, refits or plugins than the library takes.
     """
     settings = config.engine.tensorrt
     assert settings is not None
@@ -58,6 +58,10 @@ def resolve(config: Config) -> tuple[str, tuple[int, ...]]:
         raise ConfigError(
             "engine.tensorrt.weights=refit needs tensorrt: tensorrt_rtx refuses every refit flag where there is no GPU. "
             "engine.tensorrt.weights=inputs serves the same end."
+        )
+    if settings.plugins == "all" and library != "tensorrt":
+        raise ConfigError(
+            f"engine.tensorrt.plugins=all needs tensorrt: {library}, which is for {listed(targets)}, takes no plugins. Leave it out."
         )
     return library, targets
 
