@@ -146,11 +146,10 @@ def write_random(info: dict[str, Any], path: Path) -> None:
     import torch
 
     from pipeline.checkpoint import ShardWriter
-    from pipeline.engines.torch.build import SAFETENSORS_DTYPES
+    from pipeline.engines.torch.build import stored_as
 
     numpy = {"F32": "float32", "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn}
-    kinds = {name: SAFETENSORS_DTYPES[getattr(torch, dtype)] for name, (dtype, _) in info["weights"].items()}
-    plan = [(name, kinds[name], tuple(shape)) for name, (_, shape) in info["weights"].items()]
+    plan = [(name, *kind) for name, kind in stored_as(info["weights"]).items()]
     with ShardWriter(path, plan) as writer:
         for name, kind, shape in plan:
             value = random_weight(name, shape, getattr(torch, info["weights"][name][0]), info["arch"])

@@ -18,7 +18,7 @@ from torch.export import Dim
 from pipeline.checkpoint import dequantized
 from pipeline.config.load import load
 from pipeline.core.jsonio import write_json
-from pipeline.engines.torch.build import SAFETENSORS_DTYPES, describe
+from pipeline.engines.torch.build import describe, stored_as
 from pipeline.engines.torch.export import load_decoder, new_caches
 from pipeline.engines.torch.graph import Decoder, Form
 from pipeline.engines.torch.weights import write_weights
@@ -57,8 +57,7 @@ def _source(form: Form, checkpoint: str, *sizes: str) -> Source:
     info = _info(folder, *sizes)
     with tempfile.TemporaryDirectory() as scratch:
         write_json(Path(scratch) / "engine.json", info)
-        plan = {name: (SAFETENSORS_DTYPES[getattr(torch, kind)], tuple(shape)) for name, (kind, shape) in info["weights"].items()}
-        write_weights(dequantized(folder), Arch.from_dir(folder), plan, Path(scratch) / "weights.safetensors")
+        write_weights(dequantized(folder), Arch.from_dir(folder), stored_as(info["weights"]), Path(scratch) / "weights.safetensors")
         step = Step(load_decoder(Path(scratch), form))
     most = info["max_batch_size"] if form == "absorbed" else 1, info["prefill_chunk"], -(-info["max_seq_len"] // info["page_size"])
     rows, count, width = (min(size, limit) for size, limit in zip((2, 5, 2), most, strict=True))

@@ -293,8 +293,7 @@ def test_toolchain_needs_no_torch() -> None:
 
 
 def plan_of(arch: Arch) -> dict[str, tuple[str, tuple[int, ...]]]:
-    table = build.weight_table(arch, TorchEngineConfig(), {"taken": [], "experts": None})
-    return {name: ("F32", tuple(shape)) for name, (_, shape) in table.items()}
+    return build.stored_as(build.weight_table(arch, TorchEngineConfig(), {"taken": [], "experts": None}))
 
 
 @pytest.mark.parametrize(

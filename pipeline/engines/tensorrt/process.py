@@ -105,5 +105,5 @@ def _death(code: int, log: Path) -> str:
     last = " | ".join(lines[-4:])[-1500:] or "it left no message"
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}" + (", as by a lack of memory" if code == -signal.SIGKILL else "")
-        return f"the process that works for TensorRT {how}: {last}"
-    return f"the process that works for TensorRT ended with code {code}: {last}"
+        return f"its process {how}: {last}"
+    return f"its process ended with code {code}: {last}"

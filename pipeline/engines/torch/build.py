@@ -20,6 +20,7 @@ import torch
 
 from pipeline.core.errors import ConfigError, MissingToolError, StageError
 from pipeline.core.jsonio import write_json
+from pipeline.core.memory import available_memory
 from pipeline.core.process import die_with_parent
 from pipeline.core.stage import StageContext
 from pipeline.engines.companions import copy_companions, eos_token_ids
@@ -37,7 +38,7 @@ from plugins.mla_prefill import crossover
 if TYPE_CHECKING:
     from pipeline.config.schema import TorchEngineConfig
 
-__all__ = ["build", "describe"]
+__all__ = ["build", "describe", "stored_as"]
 
 EXPANDED_FROM = 256
 """Of kernels that were not measured, as in the literature."""
@@ -61,9 +62,9 @@ def build(ctx: StageContext) -> None:
         )
     write_json(ctx.out / "engine.json", info)
     carry(info["plugins"]["taken"], ctx.out)
-    plan = {name: (SAFETENSORS_DTYPES[getattr(torch, dtype)], tuple(shape)) for name, (dtype, shape) in info["weights"].items()}
     ctx.progress.start(weight_bytes(info), "B")
-    write_weights(parameters(source, info["plugins"]["experts"]), arch, plan, ctx.out / "weights.safetensors", ctx.progress.advance)
+    found, path = parameters(source, info["plugins"]["experts"]), ctx.out / "weights.safetensors"
+    write_weights(found, arch, stored_as(info["weights"]), path, ctx.progress.advance)
     if settings.device == "cuda" and settings.plugins == "auto":
         tell_plugins(ctx, info["plugins"])
     ctx.progress.note(f"compiling {' and '.join(info['forms'])} with {info['compiler']}")
@@ -127,6 +128,11 @@ def weight_table(arch: Arch, settings: TorchEngineConfig, plugins: dict[str, Any
     return {name: [str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in state}
 
 
+def stored_as(weights: dict[str, list[Any]]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The same with safetensors' names of the types, as `write_weights` takes it."""
+    return {name: (SAFETENSORS_DTYPES[getattr(torch, dtype)], tuple(shape)) for name, (dtype, shape) in weights.items()}
+
+
 def weight_bytes(info: dict[str, Any]) -> int:
     """Size of all weights."""
     return sum(prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in info["weights"].values())
@@ -166,10 +172,7 @@ def refuse_gpu(settings: TorchEngineConfig) -> None:
 
 def free_memory(device: str) -> int:
     """Bytes that can be allocated now."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
 
 
 def compile_forms(out: Path, info: dict[str, Any]) -> None:
