@@ -61,7 +61,7 @@ def resolve(config: Config) -> tuple[str, tuple[int, ...]]:
         )
     if settings.plugins == "all" and library != "tensorrt":
         raise ConfigError(
-            f"engine.tensorrt.plugins=all needs tensorrt: {library}, which is for {listed(targets)}, takes no plugins. Leave it out."
+            f"engine.tensorrt.plugins=all needs tensorrt: {library}, which is for {listed(targets)}, takes no plugins: leave it."
         )
     return library, targets
 
