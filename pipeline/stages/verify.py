@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.schema import VerifyConfig
 from pipeline.core.errors import GateError
 from pipeline.core.jsonio import read_json
+from pipeline.core.memory import available_memory
 from pipeline.core.stage import Need, Stage, StageContext
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def toolchain(config: Config) -> dict[str, str]:
 def requires(config: Config, checkpoint: Path | None) -> None:
     """The text that `verify.text` names, and torch where there is a text and room to predict it."""
     from pipeline.models.arch import Arch
-    from pipeline.verify.text import available_memory, heldout_file, memory_needed
+    from pipeline.verify.text import heldout_file, memory_needed
 
     if not (checkpoint and heldout_file(checkpoint, config.verify.text)) or _version("torch") != "absent":
         return
@@ -129,7 +130,7 @@ def measure_weights(ctx: StageContext, source: Checkpoint, converted: Checkpoint
 
 def measure_logits(ctx: StageContext, source: Checkpoint, converted: Checkpoint) -> tuple[LogitsError | None, str]:
     """The comparison, or None and the reason why it was left out."""
-    from pipeline.verify.text import available_memory, heldout_file, memory_needed
+    from pipeline.verify.text import heldout_file, memory_needed
 
     if heldout_file(source.folder, ctx.config.verify.text) is None:
         return None, "Logits were not compared: the checkpoint has no heldout.txt; name a text as verify.text=FILE."

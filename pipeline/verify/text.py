@@ -7,10 +7,9 @@ from pathlib import Path
 
 from pipeline.checkpoint.layout import parameters
 from pipeline.core.errors import ConfigError
-from pipeline.core.memory import available_memory
 from pipeline.models.arch import Arch
 
-__all__ = ["available_memory", "heldout_file", "memory_needed", "windows_of"]
+__all__ = ["heldout_file", "memory_needed", "windows_of"]
 
 
 def heldout_file(checkpoint: Path, named: str | None) -> Path | None:

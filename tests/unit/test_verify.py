@@ -187,7 +187,7 @@ def test_each_limit_on_logits_can_fail(
 def test_logits_are_left_out_with_a_note_when_memory_is_short(
     source: Path, nvfp4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.verify.text.available_memory", lambda: 60_000_000)
+    monkeypatch.setattr("pipeline.stages.verify.available_memory", lambda: 60_000_000)
     progress = Notes()
     report = verify(source, nvfp4, tmp_path, progress)
     assert report["logits"] is None and report["verdict"] == "passed"
