@@ -72,6 +72,12 @@ def _targets(name: str, text: str) -> tuple[int, ...]:
     return tuple(sorted({int(number) for number in re.findall(r"\d+", text)}))
 
 
+def _library(name: str, text: str) -> str:
+    if text not in ("auto", *INSTALL):
+        raise ConfigError(f"{name}={text} is not known: auto, {' or '.join(INSTALL)}.")
+    return text
+
+
 def _tolerance(name: str, text: str) -> float:
     try:
         value = float(text)
@@ -89,8 +95,7 @@ def _opset(name: str, text: str) -> int:
 
 
 _READ: dict[str, Any] = {
-    "out": lambda name, text: Path(text), "targets": _targets, "library": lambda name, text: text, "tolerance": _tolerance,
-    "opset": _opset,
+    "out": lambda name, text: Path(text), "targets": _targets, "library": _library, "tolerance": _tolerance, "opset": _opset,
 }  # fmt: skip
 """Word of ours -> how it is read; all others are the factory's."""
 

@@ -32,6 +32,7 @@ from pipeline.engines.torch.graph import Decoder, Form  # noqa: E402
 from pipeline.engines.torch.plugged import EXPERTS, ops  # noqa: E402
 from pipeline.engines.torch.weights import parameters, write_weights  # noqa: E402
 from pipeline.models.arch import Arch  # noqa: E402
+from pipeline.planner import torch_limits  # noqa: E402
 from pipeline.stages.engine import STAGE  # noqa: E402
 from pipeline.triton.check import check_repository  # noqa: E402
 from pipeline.triton.layouts.torch import write_repository  # noqa: E402
@@ -314,7 +315,8 @@ def test_carried_kernels_need_no_compiler(tmp_path, monkeypatch) -> None:
 
 
 def test_every_format_of_experts_has_its_weights() -> None:
-    """Bytes of an expert: 1 a weight and its scales in FP8, half and its scales in NVFP4."""
+    """Bytes of an expert: 1 a weight and its scales in FP8, half and its scales in NVFP4; the planner knows the same formats."""
+    assert set(torch_limits.KEPT) == set(EXPERTS)
     for name, bits in (("fp8_block", 8 + 32 / 128**2), ("w4a16_nvfp4", 4.5), ("nvfp4", 4.5)):
         with torch.device("meta"):
             weight = EXPERTS[name]["expert_weight"](4, 256, 512, dtype=torch.bfloat16)

@@ -56,6 +56,7 @@ def odd():
         (["mine.py", "out=x"], "but got mine.py"),
         (["a:b"], "name it with out=DIR"),
         (["a:b", "out=x", "targets=sm_120"], r"targets=sm_120 is not a list .*: write targets=\[120\]"),
+        (["a:b", "out=x", "library=openvino"], "library=openvino is not known: auto, tensorrt"),
         (["a:b", "out=x", "tolerance=2"], "tolerance=2 is not a share"),
         (["a:b", "out=x", "opset=17"], "opset=17: 23 is the first opset"),
     ],
