@@ -186,7 +186,7 @@ def _describe(work: _Work, engines: dict[str, Any], weights: dict[str, Any], com
     """engine.json."""
     settings, arch, spec = work.settings, work.checkpoint.arch, next(iter(work.specs.values()))
     formats = sorted({name for engine in engines.values() for name in engine["formats"]})
-    targets = [f"SM{sm}" for sm in work.targets]
+    targets, interpreted = [f"SM{sm}" for sm in work.targets], " and interpreted in numpy" if compared["agreement"] else ""
     return {
         "kind": "tensorrt", "library": work.library, "version": installed_version(work.library), "targets": targets,
         "ranks": spec.ranks, "parallel": spec.parallel, "dtype": spec.dtype, "weights": settings.weights, "weight_files": weights,
@@ -196,5 +196,5 @@ def _describe(work: _Work, engines: dict[str, Any], weights: dict[str, Any], com
         "latent_dim": arch.latent_dim, "hidden_size": arch.hidden_size, "vocab_size": arch.vocab_size, "mtp": spec.mtp,
         "bos_token_id": arch.bos_token_id, "eos_token_ids": eos_token_ids(arch, work.ctx.inputs["convert"]),
         "engines": engines, "agreement": compared["agreement"], "not_compared": compared.get("not_compared"),
-        "not_run": f"built for {', '.join(targets)} and interpreted in numpy; no engine was run on a GPU.",
+        "not_run": f"built for {', '.join(targets)}{interpreted}; no engine was run on a GPU.",
     }  # fmt: skip
