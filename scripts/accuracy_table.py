@@ -28,6 +28,7 @@ from pipeline.stages import convert, plan  # noqa: E402
 from pipeline.verify.logits import Reference  # noqa: E402
 from pipeline.verify.logits import load as load_model  # noqa: E402
 from pipeline.verify.text import windows_of  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 MODEL = ROOT / "pipeline" / "data" / "tiny_r1"
 ALL, QUICK, WINDOW = 28_000, 1_024, 512
@@ -91,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", help="of conf/quant, with @LAYOUT of pipeline/layouts; all by default")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} tokens")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--json", type=result_file, help="file for the numbers")
     options = parser.parse_args()
     rows = []
     for row in measured(options.recipes or [*choices("quant"), *IN_LAYOUTS], QUICK if options.quick else ALL):

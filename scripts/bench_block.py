@@ -40,6 +40,7 @@ from torch import Tensor  # noqa: E402
 from plugins.fp4_allgather import op  # noqa: E402
 from plugins.timing import clocked, graph_seconds  # noqa: E402
 from scripts._layer import FASTEST, R1, Layer, Shape, Share, State, deviation  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 from scripts.bench_collectives import described, largest, start  # noqa: E402
 
 SMALL = Shape(256, 128, 128, 32, 6, 96, 128, experts=6, top_k=2, n_group=2, topk_group=1, width=768, page=16)
@@ -57,7 +58,7 @@ def main() -> int:
     """Every layout at every number of tokens a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="8 tokens a rank")
-    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
+    parser.add_argument("--json", type=result_file, help="write the rows and the machine here")
     options = parser.parse_args()
     device = start()
     shape, length = (R1, LENGTH) if device.type == "cuda" else (SMALL, 40)

@@ -36,6 +36,7 @@ from plugins.fp4_allgather import op  # noqa: E402
 from plugins.moe_grouped_gemm import launch as kernels  # noqa: E402
 from plugins.moe_grouped_gemm import plain  # noqa: E402
 from plugins.timing import clocked, graph_seconds, machine  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 HIDDEN, EXPERTS, TOP_K = 7168, 256, 8
 TOKENS, QUICK_TOKENS = (8, 32, 128, 512, 1024, 2048, 4096), (8, 64)
@@ -46,7 +47,7 @@ def main() -> int:
     """Every collective at every number of tokens a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="8 and 64 tokens a rank")
-    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
+    parser.add_argument("--json", type=result_file, help="write the rows and the machine here")
     options = parser.parse_args()
     device = start()
     rows: list[dict[str, Any]] = []

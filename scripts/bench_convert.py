@@ -46,6 +46,7 @@ from pipeline.checkpoint.source_files import SourceFiles  # noqa: E402
 from pipeline.checkpoint.stream import Options, convert_shards, num_cores  # noqa: E402
 from pipeline.checkpoint.tasks import TaskCutter  # noqa: E402
 from pipeline.formats import FORMATS, Format, fast  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 from scripts.r1_shards import make  # noqa: E402
 
 CLASSES = {"attention": "bf16", "o_proj": "bf16", "mtp": "bf16"}
@@ -59,7 +60,7 @@ def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=result_file)
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk that is to be measured")
     parser.add_argument("--modelopt-python", default=sys.executable, help="an interpreter that has nvidia-modelopt")
     parser.add_argument("--repeats", type=int, help="runs of ours; the fastest counts, all are reported")

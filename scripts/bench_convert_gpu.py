@@ -25,6 +25,7 @@ from torch import Tensor  # noqa: E402
 
 from plugins.nvfp4_convert import op, reference  # noqa: E402
 from plugins.timing import copy_bandwidth, graph_seconds, machine  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 SHAPES = {
     "expert gate/up": (1, 2048, 7168),
@@ -43,7 +44,7 @@ def main() -> int:
     """Check, time, print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two shapes, no torch.compile")
-    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
+    parser.add_argument("--json", type=result_file, help="write the rows and the machine here")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("No GPU that torch can use: this benchmark needs one.")

@@ -38,6 +38,7 @@ from runtime import CompiledEngine  # noqa: E402
 from pipeline.checkpoint import dequantized  # noqa: E402
 from pipeline.engines.torch.export import load_decoder, new_caches  # noqa: E402
 from pipeline.models.arch import Arch  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 CHECKPOINT = ROOT / "pipeline" / "data" / "tiny_r1"
 CONTEXT = 128
@@ -51,7 +52,7 @@ def main() -> int:
     parser.add_argument("--engine", type=Path, default=Path(".pipeline/latest/engine"))
     parser.add_argument("--beside", type=Path, help="another engine of the same model")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions: under 50 s on 2 cores")
-    parser.add_argument("--json", type=Path, help="write the rows and the environment here")
+    parser.add_argument("--json", type=result_file, help="write the rows and the environment here")
     options = parser.parse_args()
     for folder in filter(None, (options.engine, options.beside)):
         if not (folder / "engine.json").is_file():

@@ -30,6 +30,7 @@ from torch import Tensor  # noqa: E402
 
 from plugins.timing import clocked, graph_seconds, machine  # noqa: E402
 from scripts._layer import FASTEST, R1, STEPS, Layer, State, deviation  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 BATCHES, QUICK_BATCHES, LENGTH = (1, 8, 32, 128), (1, 32), 4096
 LINE = "{batch:4d} {kind:7s} {step:16s} {us:9.1f} us  gain {gain:5.2f}  error {error:.1e}, rerouted {rerouted:.1%}"
@@ -40,7 +41,7 @@ def main() -> int:
     """Every batch, every line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="batches 1 and 32")
-    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
+    parser.add_argument("--json", type=result_file, help="write the rows and the machine here")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("No GPU that torch can use: this benchmark needs one.")

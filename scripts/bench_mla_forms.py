@@ -26,6 +26,7 @@ from plugins.mla_decode import op as decode  # noqa: E402
 from plugins.mla_prefill import op as prefill  # noqa: E402
 from plugins.mla_prefill.crossover import crossing  # noqa: E402
 from plugins.timing import graph_seconds, machine  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 HEADS, PAGE, SCALE = 128, 64, 192**-0.5
 CONTEXTS, QUICK_CONTEXTS = (64, 256, 1024, 4096, 16384), (256, 4096)
@@ -66,7 +67,7 @@ def main() -> int:
     """Measure and print; the file is written after every context."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two contexts")
-    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
+    parser.add_argument("--json", type=result_file, help="write the rows and the machine here")
     parser.add_argument("--peers", type=Path, help="folder of extension libraries to load")
     options = parser.parse_args()
     if not torch.cuda.is_available():

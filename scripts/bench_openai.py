@@ -32,6 +32,7 @@ from pipeline.core.jsonio import write_json
 from pipeline.openai.backend import Backend
 from pipeline.openai.companion import Companion, beside
 from pipeline.triton import server
+from scripts._options import result_file
 from tests._utils import serving
 
 STEP, SLOTS = 0.008, 16
@@ -147,7 +148,7 @@ def _table(report: dict[str, Any]) -> Iterator[str]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer runs, under 50 s on two cores")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=result_file, metavar="FILE")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--runs", type=int)

@@ -37,6 +37,7 @@ from pipeline.planner.perf import Machine, PerfCase, Predictions, checkpoint_for
 from pipeline.planner.perf.calibration import shipped  # noqa: E402
 from pipeline.planner.perf.points import Point, digest, read_aiconfigurator, read_points  # noqa: E402
 from pipeline.planner.setup import Layout, Setup  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 BESIDE = "aiconfigurator_vs_measured.json"
 AICONFIGURATOR = "0.12.0, TensorRT-LLM data 1.3.0rc20"
@@ -46,7 +47,7 @@ def main() -> int:
     """Score, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=Path, required=True)
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--json", type=result_file, help="write the result here")
     parser.add_argument("--aiconfigurator", type=Path, help=f"its stored predictions; default: {BESIDE} beside FILE")
     parser.add_argument("--quick", action="store_true", help="accepted for uniformity: the whole run takes about a second")
     options = parser.parse_args()

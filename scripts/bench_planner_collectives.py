@@ -32,6 +32,7 @@ from pipeline.planner.perf import Machine, PerfCase, checkpoint_formats  # noqa:
 from pipeline.planner.perf.calibration import shipped  # noqa: E402
 from pipeline.planner.perf.step import SWITCHES, decode_terms, link_speed, start_s  # noqa: E402
 from pipeline.planner.perf.work import columns  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 LAYER = ("kernels", "collective_latency", "collective_transfer", "dense", "experts", "attention", "elementwise")
 """Terms of a step that its layers make."""
@@ -42,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("collectives", type=Path, help="a file of bench_collectives.py")
     parser.add_argument("--block", type=Path, help="a file of bench_block.py")
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--json", type=result_file, help="write the result here")
     options = parser.parse_args()
     result = compared(json.loads(options.collectives.read_text(encoding="utf-8")))
     if options.block:

@@ -28,6 +28,7 @@ import torch  # noqa: E402
 
 from plugins.bench import Bench  # noqa: E402
 from plugins.timing import machine  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 SHAPE = ("model", "product", "heads", "experts", "batch", "tokens", "context", "length", "scales", "dtype", "cache")
 
@@ -38,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=plugins, default=plugins, help="these plugins")
     parser.add_argument("--quick", action="store_true", help="DeepSeek-R1 only, no torch.compile")
-    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
+    parser.add_argument("--json", type=result_file, help="write the rows and the machine here")
     parser.add_argument("--peers", type=Path, help="folder of extension libraries to compare with")
     parser.add_argument("--table", type=Path, nargs="+", help="print these results as a table of Markdown; a row's last counts")
     options = parser.parse_args()

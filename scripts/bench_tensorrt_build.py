@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -29,21 +30,25 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.checkpoint import Checkpoint, ShardWriter
-from pipeline.checkpoint.layout import parameters, place_of
-from pipeline.checkpoint.reader import DTYPES
-from pipeline.config.load import load as load_config
-from pipeline.engines.tensorrt.builder import build, describe, fingerprint
-from pipeline.engines.tensorrt.graph import Graph
-from pipeline.engines.tensorrt.library import installed_version, load
-from pipeline.engines.tensorrt.network.decoder import define
-from pipeline.engines.tensorrt.network.spec import Spec
-from pipeline.engines.tensorrt.networks import name_of, networks
-from pipeline.engines.tensorrt.plan_file import kernels
-from pipeline.engines.tensorrt.weights import Weights
-from pipeline.engines.tensorrt.worker import network, peak_bytes
-from pipeline.formats import FORMATS, Output
-from pipeline.models.arch import Arch
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pipeline.checkpoint import Checkpoint, ShardWriter  # noqa: E402
+from pipeline.checkpoint.layout import parameters, place_of  # noqa: E402
+from pipeline.checkpoint.reader import DTYPES  # noqa: E402
+from pipeline.config.load import load as load_config  # noqa: E402
+from pipeline.engines.tensorrt.builder import build, describe, fingerprint  # noqa: E402
+from pipeline.engines.tensorrt.graph import Graph  # noqa: E402
+from pipeline.engines.tensorrt.library import installed_version, load  # noqa: E402
+from pipeline.engines.tensorrt.network.decoder import define  # noqa: E402
+from pipeline.engines.tensorrt.network.spec import Spec  # noqa: E402
+from pipeline.engines.tensorrt.networks import name_of, networks  # noqa: E402
+from pipeline.engines.tensorrt.plan_file import kernels  # noqa: E402
+from pipeline.engines.tensorrt.weights import Weights  # noqa: E402
+from pipeline.engines.tensorrt.worker import network, peak_bytes  # noqa: E402
+from pipeline.formats import FORMATS, Output  # noqa: E402
+from pipeline.models.arch import Arch  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 LAYER = 3
 SHAPES = {"absorbed": (32, 1, 8192), "expanded": (1, 2048, 8192)}
@@ -54,7 +59,7 @@ def main() -> None:
     """Build each format's two engines, print a line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="8 experts of the rank instead of all")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=result_file, help="write the figures there, too")
     parser.add_argument("--format", action="append", choices=sorted(FORMATS), help="weights; may be given twice")
     parser.add_argument("--experts", type=int, help="experts of the rank, of R1's width")
     parser.add_argument("--ranks", type=int, default=8)

@@ -39,6 +39,7 @@ from pipeline.formats import FORMATS, fast  # noqa: E402
 from pipeline.formats.numerics import E4M3, Array  # noqa: E402
 from pipeline.verify.rows import Arena, read_rows, row_pieces  # noqa: E402
 from pipeline.verify.weights import compare_weights, num_threads  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 from scripts.make_r1_headers import r1_config  # noqa: E402
 
 SOURCE, TARGET = FORMATS["fp8_block"], FORMATS["nvfp4"]
@@ -137,7 +138,7 @@ def main() -> None:
     """Measure, print, and write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer experts: under 50 s on 2 cores")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--json", type=result_file, help="file for the numbers")
     options = parser.parse_args()
     if not native.available():
         print(f"without compiled kernels, all rows are numpy's: {native.problem() or native.VARIABLE + '=off'}")

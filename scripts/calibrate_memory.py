@@ -38,6 +38,7 @@ from pipeline.planner.memory import kv_tokens, memory_of  # noqa: E402
 from pipeline.planner.overhead import features, formulas  # noqa: E402
 from pipeline.planner.params import LINEAR_CLASSES  # noqa: E402
 from pipeline.planner.setup import Layout, Setup  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 TERMS_FILE = ROOT / "pipeline" / "planner" / "memory_terms.json"
 NVFP4 = dict.fromkeys(("dense_mlp", "shared_experts", "routed_experts"), "nvfp4")
@@ -84,7 +85,7 @@ def main() -> int:
     """Fit, validate, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=Path, required=True)
-    parser.add_argument("--json", type=Path, help="write errors and constants here")
+    parser.add_argument("--json", type=result_file, help="write errors and constants here")
     parser.add_argument("--write", action="store_true", help=f"replace {TERMS_FILE.relative_to(ROOT)}")
     options = parser.parse_args()
     starts = [start(point) for point in json.loads(options.points.read_text(encoding="utf-8"))]

@@ -35,6 +35,7 @@ from pipeline.planner.perf.fit import cross_validate, fit, fit_first_token, resi
 from pipeline.planner.perf.interval import Z80  # noqa: E402
 from pipeline.planner.perf.points import Point, digest, read_aiconfigurator, read_points  # noqa: E402
 from pipeline.planner.perf.work import Array  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 TARGET = ROOT / "pipeline" / "planner" / "perf" / "calibration" / "deepseek_r1.yaml"
 FOLDS, SEEDS = 10, 3
@@ -72,7 +73,7 @@ def main() -> int:
     """Fit, cross-validate, report, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=Path, required=True)
-    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--json", type=result_file, help="write the report here")
     parser.add_argument("--write", action="store_true", help=f"replace {TARGET.relative_to(ROOT)}")
     parser.add_argument("--quick", action="store_true", help="one shuffle of the folds instead of three")
     options = parser.parse_args()

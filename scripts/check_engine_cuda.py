@@ -30,6 +30,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "triton_repo" / "torch" / "1")]
+
+from scripts._options import result_file  # noqa: E402
+
 TINY_R1 = ROOT / "pipeline" / "data" / "tiny_r1"
 COMMON = {"device": "cuda", "dtype": "bfloat16", "compiler": "aoti", "expanded_from": 256, "prefill_chunk": 512, "threads": 0}
 SETTINGS = {
@@ -370,7 +373,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SETTINGS, help="one of the two models")
     parser.add_argument("--out", type=Path, help="keep the engines here")
-    parser.add_argument("--json", type=Path, help="write the lines here")
+    parser.add_argument("--json", type=result_file, help="write the lines here")
     parser.add_argument("--build", nargs=2, metavar=("MODEL", "PLUGINS"), help="one engine, which a run starts by itself")
     options = parser.parse_args()
     if options.build:

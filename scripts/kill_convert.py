@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from pipeline.core.store import describe_tree  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 from tests._utils import random_checkpoint  # noqa: E402
 from tests._utils.killing import Kill, Trial, small_steps  # noqa: E402
 from tests._utils.run_stage import convert  # noqa: E402
@@ -81,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=result_file)
     arguments = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill-convert-") as folder:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pipeline.lint import catalogue
 from pipeline.lint.checkpoint import INVARIANTS
+from scripts._options import result_file
 from tests._utils.known_good import MEASURED, RECIPES, TRUE_ALARMS, alarms_of_measured, alarms_of_recipe
 from tests.cases.test_lint_cases import ARGUMENTS, RULES, TABLE, linted_arguments
 from tests.unit.test_lint_repository import linted
@@ -77,7 +78,7 @@ def markdown(found: dict[str, Any]) -> str:
 def main() -> None:
     """Print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the counts there, too")
+    parser.add_argument("--json", type=result_file, help="write the counts there, too")
     options = parser.parse_args()
     found = table()
     print(markdown(found))

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from pipeline.config.load import load  # noqa: E402
 from pipeline.planner.compare import Comparison, compare_file  # noqa: E402
 from pipeline.planner.plan import make_plan  # noqa: E402
+from scripts._options import result_file  # noqa: E402
 
 NAME = re.compile(r"(?P<model>.+)__(?P<hw>\w+)__(?P<isl>\d+)k(?P<osl>\d+)k_tp(?P<tp>\d+)_conc(?P<load>\d+)\.yaml")
 
@@ -52,7 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", type=Path, nargs="+", required=True)
     parser.add_argument("--markdown", type=Path, help="write the line-by-line comparison")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=result_file)
     parser.add_argument("--quick", action="store_true", help="the first four files only")
     options = parser.parse_args()
     files = sorted((file for folder in options.recipes for file in folder.glob("*.yaml")), key=lambda file: file.name)

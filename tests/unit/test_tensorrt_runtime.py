@@ -272,8 +272,9 @@ def test_what_engines_launch_from_python_is_registered_first(monkeypatch) -> Non
     monkeypatch.setattr("plugins.trt_class.register_creator", lambda trt, plugin: known.append((trt, plugin.name)))
     code.register_plugins("tensorrt", {"engines": engines})
     assert known == [("tensorrt", "mla_decode"), ("tensorrt", "moe_fp8_block")]
-    with pytest.raises(RuntimeError, match=r"launch other from Python, but plugins\.other\.trt cannot be imported here"):
-        code.register_plugins("tensorrt", {"engines": {"a": {"plugins": {"host": {"other": "plugins.other.trt"}}}}})
+    for module in ("plugins.other.trt", "plugins.mla_decode.trt"):
+        with pytest.raises(RuntimeError, match=rf"launch other from Python, but {module} has it not here"):
+            code.register_plugins("tensorrt", {"engines": {"a": {"plugins": {"host": {"other": module}}}}})
 
 
 def test_the_repository_has_the_scheduler_over_this_runtime(tmp_path) -> None:

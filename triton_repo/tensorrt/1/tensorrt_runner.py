@@ -194,7 +194,7 @@ def register_plugins(trt: Any, info: dict[str, Any]) -> None:
     """Make known to TensorRT what its engines launch from Python; kernels that lie in the engines need nothing.
 
     Raises:
-        RuntimeError: the package that has it is not here.
+        RuntimeError: the package that has it is not here, or is an older one.
     """
     modules: dict[str, str] = {}
     for engine in info["engines"].values():
@@ -202,12 +202,13 @@ def register_plugins(trt: Any, info: dict[str, Any]) -> None:
     for name, module in sorted(modules.items()):
         try:
             classes, declared = importlib.import_module("plugins.trt_class"), importlib.import_module(module).PLUGINS
-        except ImportError as error:
+            plugin = {plugin.name: plugin for plugin in declared}[name]
+        except (ImportError, KeyError) as error:
             raise RuntimeError(
-                f"These engines launch {name} from Python, but {module} cannot be imported here ({error}): pip install "
-                "r1-pipeline, or build with engine.tensorrt.plugins=auto."
+                f"These engines launch {name} from Python, but {module} has it not here ({error!r}): install the version of "
+                "r1-pipeline that built them, or build with engine.tensorrt.plugins=auto."
             ) from error
-        classes.register_creator(trt, next(plugin for plugin in declared if plugin.name == name))
+        classes.register_creator(trt, plugin)
 
 
 def check_machine(info: dict[str, Any]) -> None:
