@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from plugins.nvrtc import source_text
 from plugins.trt import NAMESPACE, Plugin, sizes
 
 __all__ = ["folder_digest", "instance", "register_creator"]
@@ -32,11 +33,11 @@ DTYPES = {
 
 
 def folder_digest(folder: Path, attributes: Mapping[str, Any]) -> str:
-    """SHA-256 of the sources in a plugin's folder, which are compiled where they run, and of its attributes."""
+    """SHA-256 of the sources in a plugin's folder with what they include, compiled where they run, and of its attributes."""
     files = sorted(file for pattern in ("*.py", "*.cu", "*.cuh") for file in folder.glob(pattern))
     digest = hashlib.sha256(repr(sorted(attributes.items())).encode())
     for file in files:
-        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+        digest.update(file.name.encode() + hashlib.sha256(source_text(file)).digest())
     return digest.hexdigest()
 
 

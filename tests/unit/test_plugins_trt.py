@@ -43,6 +43,8 @@ DECODE = {"scale": 0.1, "latent": 512, "kv_scale": 1.0}
 HOST: dict[str, tuple[str, list[list[int]], dict[str, Any], dict[str, list[int]]]] = {
     "mla_decode": ("mla_decode", [[2, 1, 4, 576], [2, 1, 128, 576], [2]], DECODE, {"lengths": [70, 5]}),
     "mla_decode_fp8": ("mla_decode", [[2, 1, 4, 576], [2, 1, 64, 576], [2]], DECODE | {"kv_scale": 0.5}, {"lengths": [64, 5]}),
+    "absorb_query": ("mla_absorb", [[5, 2, 192], [2, 128, 512]], {}, {}),
+    "absorb_output": ("mla_absorb", [[5, 2, 512], [2, 128, 512]], {}, {}),
     "mla_prefill": (
         "mla_prefill", [[5, 2, 192], [7, 2, 192], [7, 2, 128], [3], [3]], {"scale": 0.1}, {"cu_q": [0, 2, 5], "cu_k": [0, 4, 7]},
     ),
@@ -288,10 +290,11 @@ def test_tensorrt_takes_the_class(name: str, taken_through: dict[str, dict[str, 
 def test_the_digest_of_a_class_is_that_of_its_folder(tmp_path: Path) -> None:
     from plugins.trt_class import folder_digest
 
-    (tmp_path / "kernel.cu").write_text("a")
+    (shared := tmp_path.parent / "shared.cuh").write_text("one")
+    (tmp_path / "kernel.cu").write_text('#include "../shared.cuh"\n')
     known = folder_digest(tmp_path, {"scale": 1.0})
     assert folder_digest(tmp_path, {"scale": 1.0}) == known != folder_digest(tmp_path, {"scale": 2.0})
-    (tmp_path / "kernel.cu").write_text("b")
+    shared.write_text("another")
     assert folder_digest(tmp_path, {"scale": 1.0}) != known
 
 

@@ -10,8 +10,9 @@
 `engine.tensorrt.plugins=auto` takes all but the last two: they lie in the engine itself, so nothing has to be installed where it
 runs, and save launches in every layer with experts. `all` takes those, too; they are launched from Python, by this package,
 wherever the engine is built or runs. Of what else `plugins/*/trt.py` declare, no network takes the latent write (its output in
-place is a preview feature of TensorRT), the other quantisers (no product of TensorRT takes FP8 in groups, its cache no FP8) or
-packed prefill. Where a plugin does not cover the chip or the sizes, native layers do its work, and `engine.json` says why.
+place is a preview feature of TensorRT), the other quantisers (no product of TensorRT takes FP8 in groups, its cache no FP8), the
+absorbed products (two of TensorRT's own) or packed prefill. Where a plugin does not cover the chip or the sizes, native layers do
+its work, and `engine.json` says why.
 
 Not run: an engine with plugins was neither built nor run; the interpreter computes them by their reference.
 """
