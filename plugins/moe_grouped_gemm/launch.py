@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,11 +51,20 @@ def has_kernel(x: Tensor, gate_up: Weights, top_k: int) -> bool:
 
 
 def experts(
-    x: Tensor, indices: Tensor, weights: Tensor, gate_up: Weights, down: Weights, out: Tensor, first: int = 0, overlap: bool = False
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up: Weights,
+    down: Weights,
+    out: Tensor,
+    first: int = 0,
+    overlap: bool = False,
+    added: Callable[[], Tensor] | None = None,
 ) -> None:
     """x BF16 [T, H], indices I32 and weights F32 [T, K] -> out BF16 [T, H]; all but indices `aligned`.
 
-    `overlap`: let the first kernel start while the one before it on the stream still runs.
+    `overlap`: let the first kernel start while the one before it on the stream still runs. `added`: asked at the end for rows
+    BF16 [T, H] that are added to the result.
     """
     nvfp4, width = len(gate_up) == 3, gate_up[0].shape[1] // 2
     with torch.cuda.device(x.device):
@@ -63,7 +74,7 @@ def experts(
         product(gate_up, gathered, route, inner)
         outer = x.new_empty((slots, x.shape[1])), None
         product(down, inner, route, outer)
-        finalize(outer[0], weights, route.slots, out)
+        finalize(outer[0], weights, route.slots, out, added() if added else None)
 
 
 def permute(indices: Tensor, experts: int, first: int, most: int, align: int = 1, overlap: bool = False) -> Route:
@@ -107,12 +118,18 @@ def product(weights: Weights, values: Rows, route: Route, out: Rows, overlap: bo
     module.launch("moe_product", grid, PRODUCT_THREADS, *arguments, overlap=overlap, shared=SHARED[nvfp4])
 
 
-def finalize(outer: Tensor, weights: Tensor, slots: Tensor, out: Tensor) -> None:
-    """`plain.finalize` into out BF16 [T, H]; outer BF16 [slots, H]. The same bits each time."""
+def finalize(outer: Tensor, weights: Tensor, slots: Tensor, out: Tensor, added: Tensor | None = None) -> None:
+    """`plain.finalize`, plus `added`, into out BF16 [T, H]; outer BF16 [slots, H].
+
+    Each token gathers its rows, in the order of its experts: the same bits each time. Atomics that scatter rows would add float32
+    in the order of arrival, need out in float32 (twice the bytes) and a pass of zeros before and of rounding after.
+    """
     tokens, hidden = out.shape
     module = ROUTE.module(HIDDEN=hidden, TOP_K=weights.shape[1])
     grid = tokens, -(-hidden // (8 * GATHER_THREADS)), 1
-    module.launch("moe_finalize", grid, GATHER_THREADS, outer, weights, slots, out, overlap=True)
+    arguments = outer, weights, slots, ctypes.c_void_p() if added is None else added, out
+    alone = added is None  # else two kernels come before it, and both are awaited whole
+    module.launch("moe_finalize", grid, GATHER_THREADS, *arguments, overlap=alone)
 
 
 def places(columns: int) -> Tensor:

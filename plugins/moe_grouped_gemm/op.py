@@ -3,9 +3,12 @@
     out = torch.ops.r1_pipeline.moe_fp8_block(x, indices, weights, gate_up, gate_up_scale, down, down_scale, first_expert)
     out = torch.ops.r1_pipeline.moe_w4a16_nvfp4(x, indices, weights, gate_up, gate_up_scale, gate_up_scale_2,
                                                 down, down_scale, down_scale_2, first_expert)
+    out = torch.ops.r1_pipeline.moe_fp8_block_shared(..., down_scale, shared_gate_up, shared_down, first_expert)
+    out = torch.ops.r1_pipeline.moe_w4a16_nvfp4_shared(..., down_scale_2, shared_gate_up, shared_down, first_expert)
 
 x BF16 [T, H], indices I32 or I64 [T, K], weights F32 [T, K] -> BF16 [T, H]. The E experts here are numbers first_expert
-and on; others add nothing (with expert parallelism the caller adds the ranks' results). Gate rows lie above up rows.
+and on; others add nothing (with expert parallelism the caller adds the ranks' results). Gate rows lie above up rows. The last two
+add a shared expert, BF16 [2S, H] and [H, S], in BF16 as eager torch would; on the GPU it runs on a stream of its own meanwhile.
 
     FP8 block   gate_up E4M3 [E, 2I, H], down E4M3 [E, H, I]; scales F32 [E, rows/128, columns/128]
     NVFP4       gate_up U8 [E, 2I, H/2], down U8 [E, H, I/2]; scales E4M3 [E, rows, columns/16], scales_2 F32 [E]
@@ -23,12 +26,12 @@ import torch
 from torch import Tensor
 
 from pipeline.core.errors import ConfigError
-from plugins.moe_grouped_gemm import launch, plain
+from plugins.moe_grouped_gemm import launch, plain, shared
 from plugins.moe_grouped_gemm.reference import Weights
 from plugins.nvrtc import aligned
 from plugins.quantize.reference import FP8, FP8_GROUP, NVFP4_GROUP
 
-__all__ = ["moe_fp8_block", "moe_permute", "moe_w4a16_nvfp4"]
+__all__ = ["moe_fp8_block", "moe_fp8_block_shared", "moe_permute", "moe_w4a16_nvfp4", "moe_w4a16_nvfp4_shared"]
 
 WHOLE = torch.int32, torch.int64
 """Types of indices."""
@@ -84,13 +87,68 @@ def moe_w4a16_nvfp4(
     return _experts(x, indices, weights, *matrices, first_expert)
 
 
-def _experts(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Weights, down: Weights, first_expert: int) -> Tensor:
+@torch.library.custom_op("r1_pipeline::moe_fp8_block_shared", mutates_args=())
+def moe_fp8_block_shared(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    shared_gate_up: Tensor,
+    shared_down: Tensor,
+    first_expert: int = 0,
+) -> Tensor:
+    """-> BF16 [T, H]"""
+    _check_routes(x, indices, weights)
+    _check_fp8(x, gate_up, gate_up_scale, down, down_scale)
+    _check_shared(x, shared_gate_up, shared_down)
+    matrices = (gate_up, gate_up_scale), (down, down_scale)
+    return _experts(x, indices, weights, *matrices, first_expert, (shared_gate_up, shared_down))
+
+
+@torch.library.custom_op("r1_pipeline::moe_w4a16_nvfp4_shared", mutates_args=())
+def moe_w4a16_nvfp4_shared(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_scale_2: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    down_scale_2: Tensor,
+    shared_gate_up: Tensor,
+    shared_down: Tensor,
+    first_expert: int = 0,
+) -> Tensor:
+    """-> BF16 [T, H]"""
+    _check_routes(x, indices, weights)
+    _check_nvfp4(x, gate_up, gate_up_scale, gate_up_scale_2, down, down_scale, down_scale_2)
+    _check_shared(x, shared_gate_up, shared_down)
+    matrices = (gate_up, gate_up_scale, gate_up_scale_2), (down, down_scale, down_scale_2)
+    return _experts(x, indices, weights, *matrices, first_expert, (shared_gate_up, shared_down))
+
+
+def _experts(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up: Weights,
+    down: Weights,
+    first_expert: int,
+    everyones: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`everyones`: the shared expert's weights."""
     if not launch.has_kernel(x, gate_up, indices.shape[1]):
-        return plain.experts(x, indices, weights, gate_up, down, first_expert)
+        out = plain.experts(x, indices, weights, gate_up, down, first_expert)
+        return out + shared.expert(x, *everyones) if everyones else out
     out = x.new_empty(x.shape)
     if len(x):
+        added = shared.beside(x, *everyones) if everyones else None
         matrices = (tuple(map(aligned, parts)) for parts in (gate_up, down))
-        launch.experts(aligned(x), indices.int(), aligned(weights), *matrices, out, first_expert)
+        launch.experts(aligned(x), indices.int(), aligned(weights), *matrices, out, first_expert, added=added)
     return out
 
 
@@ -106,6 +164,16 @@ def _(x: Tensor, *_: object) -> Tensor:
 
 
 @moe_w4a16_nvfp4.register_fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@moe_fp8_block_shared.register_fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@moe_w4a16_nvfp4_shared.register_fake
 def _(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -144,6 +212,13 @@ def _check_nvfp4(
     _check_scales("down_scale", down_scale, FP8, (experts, hidden, width // NVFP4_GROUP))
     _check_scales("gate_up_scale_2", gate_up_scale_2, torch.float32, (experts,))
     _check_scales("down_scale_2", down_scale_2, torch.float32, (experts,))
+
+
+def _check_shared(x: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    fits = gate_up.dim() == down.dim() == 2 and gate_up.shape == (2 * down.shape[1], x.shape[1]) and len(down) == x.shape[1]
+    if not fits or {gate_up.dtype, down.dtype} != {torch.bfloat16}:
+        found = f"The shared expert is {gate_up.dtype} {list(gate_up.shape)} and {down.dtype} {list(down.shape)}"
+        raise ConfigError(f"{found}: it must be bfloat16 [2S, H] and [H, S] with H = {x.shape[1]}.")
 
 
 def _sizes(x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, packed: int) -> tuple[int, int, int]:

@@ -101,10 +101,11 @@ moe_gather_bf16(const uint4* __restrict__ x, const int* __restrict__ pairs, u32*
   }
 }
 
-// rows BF16 [slots, HIDDEN], weights and slots [T, TOP_K] -> out BF16 [T, HIDDEN], added in the order of the experts chosen
+// rows BF16 [slots, HIDDEN], weights and slots [T, TOP_K] -> out BF16 [T, HIDDEN], summed in the order of the experts chosen, and
+// then `added` BF16 [T, HIDDEN], if there is any
 extern "C" __global__ void __launch_bounds__(THREADS)
 moe_finalize(const uint4* __restrict__ rows, const float* __restrict__ weights, const int* __restrict__ slots,
-             uint4* __restrict__ out) {
+             const uint4* __restrict__ added, uint4* __restrict__ out) {
   wait_for_inputs();
   const int token = blockIdx.x, piece = blockIdx.y * THREADS + threadIdx.x;
   if (piece >= PIECES) return;
@@ -123,6 +124,16 @@ moe_finalize(const uint4* __restrict__ rows, const float* __restrict__ weights, 
     for (int w = 0; w < 4; ++w)
       sums[2 * w] += weight[i] * first_of(words[w]), sums[2 * w + 1] += weight[i] * second_of(words[w]);
   }
-  out[(size_t)token * PIECES + piece] = make_uint4(bf16_pair(sums[0], sums[1]), bf16_pair(sums[2], sums[3]),
-                                                  bf16_pair(sums[4], sums[5]), bf16_pair(sums[6], sums[7]));
+  u32 result[4];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) result[w] = bf16_pair(sums[2 * w], sums[2 * w + 1]);
+  const size_t place = (size_t)token * PIECES + piece;
+  if (added) {
+    const uint4 more = added[place];
+    const u32 words[4] = {more.x, more.y, more.z, more.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+      result[w] = bf16_pair(first_of(result[w]) + first_of(words[w]), second_of(result[w]) + second_of(words[w]));
+  }
+  out[place] = make_uint4(result[0], result[1], result[2], result[3]);
 }

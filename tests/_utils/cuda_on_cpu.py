@@ -33,8 +33,8 @@ class CudaOnCpu:
         subprocess.run([compiler, *flags, *values, str(main), "-o", str(library)], check=True)
         self._library = ctypes.CDLL(str(library))
 
-    def launch(self, kernel: str, grid: tuple[int, int, int], threads: int, *args: np.ndarray | float | int) -> None:
-        """Run every block of the grid, one after the other. Arrays are passed as pointers."""
+    def launch(self, kernel: str, grid: tuple[int, int, int], threads: int, *args: np.ndarray | float | int | None) -> None:
+        """Run every block of the grid, one after the other. Arrays are passed as pointers, None as the null pointer."""
         entry = getattr(self._library, f"run_{kernel}")
         entry(*grid, threads, *(_argument(value) for value in args))
 
@@ -50,7 +50,9 @@ def _entry(kernel: str, types: str) -> str:
     )
 
 
-def _argument(value: np.ndarray | float | int) -> ctypes._SimpleCData:
+def _argument(value: np.ndarray | float | int | None) -> ctypes._SimpleCData:
+    if value is None:
+        return ctypes.c_void_p()
     if isinstance(value, np.ndarray):
         assert value.flags.c_contiguous
         return ctypes.c_void_p(value.ctypes.data)

@@ -51,6 +51,9 @@ FORMS = {
 }
 
 
+WITH_SHARED = {"fp8": OPS.moe_fp8_block_shared, "nvfp4": OPS.moe_w4a16_nvfp4_shared}
+
+
 def by_hand(compute: Callable[..., torch.Tensor], inputs: list[torch.Tensor], first: int = 0) -> torch.Tensor:
     """What a form of the experts makes of x, indices, weights, and the parts of gate_up and of down."""
     half = len(inputs[3:]) // 2
@@ -128,9 +131,10 @@ def test_tiles_of_every_size_vs_reference(form: str, tokens: int, hidden: int, w
 
 @pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
 @pytest.mark.parametrize("form", FORMS)
-def test_a_captured_step_takes_new_routes(form: str) -> None:
-    call, make, _ = FORMS[form]
-    matrices = [tensor.cuda() for tensor in make(6, 256, 512)]
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_captured_step_takes_new_routes(form: str, shared: bool) -> None:
+    call, make, _ = (WITH_SHARED[form], *FORMS[form][1:]) if shared else FORMS[form]
+    matrices = [tensor.cuda() for tensor in (*make(6, 256, 512), *(shared_weights(384, 512) if shared else ()))]
     steps = [(torch.randn(33, 512).bfloat16().cuda(), *(part.cuda() for part in routes(33, 4, 12))) for _ in range(3)]
     given = [tensor.clone() for tensor in steps[0]]
     call(*given, *matrices, 3)
@@ -143,6 +147,25 @@ def test_a_captured_step_takes_new_routes(form: str) -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, call(*step, *matrices, 3))  # the same bits, whatever order the pairs came in
+
+
+def shared_weights(width: int, hidden: int) -> list[torch.Tensor]:
+    """gate_up and down of the expert that all tokens visit"""
+    return [torch.randn(n, k).bfloat16() / k**0.5 for n, k in ((2 * width, hidden), (hidden, width))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
+def test_shared_expert_beside_the_routed_is_their_sum(form: str, device: str) -> None:
+    call, make, unit = FORMS[form]
+    hidden, width = (512, 256) if device == "cuda" else (2 * unit, unit)
+    for tokens in (7, 0):
+        inputs = [torch.randn(tokens, hidden).bfloat16(), *routes(tokens, 2, 5), *make(4, width, hidden)]
+        inputs, more = [tensor.to(device) for tensor in inputs], [tensor.to(device) for tensor in shared_weights(192, hidden)]
+        gate, up = torch.nn.functional.linear(inputs[0], more[0]).chunk(2, dim=-1)
+        wanted = call(*inputs, 1) + torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, more[1])
+        found = WITH_SHARED[form](*inputs, *more, 1)
+        assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -162,7 +185,7 @@ SIGNATURES = {
     "moe_permute": "const int*, int*, int*, int*, int4*, int, int, int, int, int, int",
     "moe_gather_fp8": "const uint4*, const int*, uint2*, float*, int",
     "moe_gather_bf16": "const uint4*, const int*, u32*",
-    "moe_finalize": "const uint4*, const float*, const int*, uint4*",
+    "moe_finalize": "const uint4*, const float*, const int*, const uint4*, uint4*",
 }
 HIDDEN, TOP_K = 512, 3
 
@@ -214,14 +237,18 @@ def test_gathering_kernels_vs_reference(kernels: CudaOnCpu) -> None:
     assert (rows[4:] == 0x5555).all()
 
 
-def test_adding_kernel_vs_reference(kernels: CudaOnCpu) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_adding_kernel_vs_reference(kernels: CudaOnCpu, beside: bool) -> None:
     rows, weights = torch.randn(9, HIDDEN).bfloat16(), torch.rand(3, TOP_K)
     slots = torch.tensor([3, -1, 8, -1, -1, -1, 0, 1, 2], dtype=torch.int32)
     rows[5] = torch.nan
     out = np.full((3, HIDDEN), 0x7FFF, np.int16)
-    kernels.launch("moe_finalize", (3, 1, 1), 256, rows.view(torch.int16).numpy(), weights.numpy(), slots.numpy(), out)
+    added = torch.randn(3, HIDDEN).bfloat16()
+    given = rows.view(torch.int16).numpy(), weights.numpy(), slots.numpy(), added.view(torch.int16).numpy() if beside else None
+    kernels.launch("moe_finalize", (3, 1, 1), 256, *given, out)
     found, wanted = torch.from_numpy(out).view(torch.bfloat16), plain.finalize(rows, weights, slots)
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=0)
+    wanted, least = (wanted + added, 2**-6) if beside else (wanted, 0)
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=least)
 
 
 def test_ops_are_known_to_export() -> None:
@@ -232,6 +259,7 @@ def test_ops_are_known_to_export() -> None:
         unit = FORMS[form][2]
         inputs = torch.randn(3, unit).bfloat16(), indices, weights, *FORMS[form][1](4, unit, unit)
         torch.library.opcheck(call, (*inputs, 0), test_utils=checks)
+        torch.library.opcheck(WITH_SHARED[form], (*inputs, *shared_weights(64, unit), 0), test_utils=checks)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -247,5 +275,7 @@ def test_what_does_not_fit_is_refused() -> None:
         op.moe_fp8_block(x, indices, weights, torch.zeros(4, 257, 256).to(FP8), *matrices[1:])
     with pytest.raises(ConfigError, match=r"indices are torch\.float32"):
         op.moe_permute(weights, 4)
+    with pytest.raises(ConfigError, match=r"shared expert is .*\[2S, H\] and \[H, S\] with H = 256"):
+        op.moe_fp8_block_shared(x, indices, weights, *matrices, *shared_weights(64, 128))
     with pytest.raises(ConfigError, match="multiples of it"):
         op.moe_w4a16_nvfp4(torch.randn(3, 24).bfloat16(), indices, weights, *nvfp4_weights(4, 16, 24))
