@@ -14,7 +14,7 @@ from plugins.moe_grouped_gemm.reference import Weights
 from plugins.nvrtc import Source, aligned, processors, tensor_map
 from plugins.quantize.reference import FP8, FP8_GROUP
 
-__all__ = ["Route", "experts", "finalize", "gather", "has_kernel", "permute", "places", "product", "rows"]
+__all__ = ["Route", "experts", "finalize", "gather", "has_kernel", "permute", "places", "product", "rows", "swiglu"]
 
 KERNEL = Source(Path(__file__).with_name("kernel.cu"), specific=True)
 ROUTE = Source(Path(__file__).with_name("route.cu"))
@@ -27,6 +27,8 @@ COLUMNS = {False: 128, True: 256}
 SHARED = {False: 4 * (2 * 16384 + 16384 + 512) + 9 * 128 * 4 + 1152, True: 3 * (2 * 16384 + 32768 + 4096) + 9 * 64 * 4 + 1152}
 """Bytes of stages, a tile's largest magnitudes, barriers, and their alignment."""
 PERMUTE_THREADS, GATHER_THREADS, PRODUCT_THREADS = 1024, 256, 384
+RESIDENT = 8
+"""Blocks of GATHER_THREADS on a multiprocessor."""
 HALF, BOX = 128, 8
 """Rows of weights, and of activations, that one copy takes."""
 Rows = tuple[Tensor, Tensor | None]
@@ -41,6 +43,8 @@ class Route(NamedTuple):
     slots: Tensor
     work: Tensor
     """I32 [1 + tiles, 4]"""
+    ends: Tensor
+    """I32 [E]: the slot after an expert's last row."""
 
 
 def has_kernel(x: Tensor, gate_up: Weights, top_k: int) -> bool:
@@ -80,8 +84,8 @@ def experts(
 def permute(indices: Tensor, experts: int, first: int, most: int, align: int = 1, overlap: bool = False) -> Route:
     """indices I32 [T, K] -> the pairs by expert, from a multiple of `align` on, and tiles of at most `most` of an expert's"""
     count = indices.numel()
-    capacity = count + (align - 1) * min(count, experts)
-    sizes = (experts + 1,), (capacity,), (count,), (1 + min(count, experts + count // most), 4)
+    capacity = (count + (align - 1) * min(count, experts)) // align * align
+    sizes = (experts + 1,), (capacity,), (count,), (1 + min(count, experts + count // most), 4), (experts,)
     route = Route(*(indices.new_empty(size) for size in sizes))
     module = ROUTE.module(HIDDEN=FP8_GROUP, TOP_K=1)
     arguments = aligned(indices), *route, count, capacity, experts, first, most, align
@@ -92,13 +96,27 @@ def permute(indices: Tensor, experts: int, first: int, most: int, align: int = 1
 def gather(x: Tensor, route: Route, top_k: int, nvfp4: bool) -> Rows:
     """The rows of the pairs' tokens: E4M3 [slots, H] and scales F32 [H/128, slots], or BF16 [slots, H] in the kernel's order."""
     out, scales = rows(x, len(route.pairs), x.shape[1], nvfp4)
-    module, grid = ROUTE.module(HIDDEN=x.shape[1], TOP_K=top_k), (len(route.pairs), 1, 1)
+    module, given = ROUTE.module(HIDDEN=x.shape[1], TOP_K=top_k), (x, route.pairs, route.work)
     if scales is None:
-        module.launch("moe_gather_bf16", grid, GATHER_THREADS, x, route.pairs, out, overlap=True)
+        module.launch("moe_gather_bf16", _round(route), GATHER_THREADS, *given, out, overlap=True)
     else:
-        arguments = x, route.pairs, out, scales, scales.shape[1]
-        module.launch("moe_gather_fp8", grid, GATHER_THREADS, *arguments, overlap=True)
+        module.launch("moe_gather_fp8", _round(route), GATHER_THREADS, *given, out, scales, scales.shape[1], overlap=True)
     return out, scales
+
+
+def swiglu(both: Tensor, route: Route) -> Rows:
+    """Gate and up BF16 [slots, 2I] -> silu(gate) * up, E4M3 [slots, I] and scales F32 [I/128, slots]"""
+    slots, width = len(both), both.shape[1] // 2
+    out, scales = rows(both, slots, width, False)
+    module = ROUTE.module(HIDDEN=width, TOP_K=1)
+    arguments = both, route.pairs, route.work, out, scales, scales.shape[1]
+    module.launch("moe_swiglu_fp8", _round(route), GATHER_THREADS, *arguments, overlap=True)
+    return out, scales
+
+
+def _round(route: Route) -> tuple[int, int, int]:
+    """Blocks that share the slots: as many as run at once."""
+    return min(len(route.pairs), RESIDENT * processors(route.pairs.device)), 1, 1
 
 
 def product(weights: Weights, values: Rows, route: Route, out: Rows, overlap: bool = True) -> None:

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from pipeline.core.errors import ConfigError
-from plugins.moe_grouped_gemm import launch, plain, shared
+from plugins.moe_grouped_gemm import launch, plain, shared, tactics
 from plugins.moe_grouped_gemm.reference import Weights
 from plugins.nvrtc import aligned
 from plugins.quantize.reference import FP8, FP8_GROUP, NVFP4_GROUP
+from plugins.tactics import OURS
 
 __all__ = ["moe_fp8_block", "moe_fp8_block_shared", "moe_permute", "moe_w4a16_nvfp4", "moe_w4a16_nvfp4_shared"]
 
@@ -148,8 +149,15 @@ def _experts(
     if len(x):
         added = shared.beside(x, *everyones) if everyones else None
         matrices = (tuple(map(aligned, parts)) for parts in (gate_up, down))
-        launch.experts(aligned(x), indices.int(), aligned(weights), *matrices, out, first_expert, added=added)
+        run = launch.experts if _fastest(x, gate_up) == OURS else tactics.deep_gemm
+        run(aligned(x), indices.int(), aligned(weights), *matrices, out, first_expert, added=added)
     return out
+
+
+def _fastest(x: Tensor, gate_up: Weights) -> str:
+    """Of the implementations that can be used; ours alone takes NVFP4."""
+    names = (OURS,) if len(gate_up) == 3 else tactics.present()
+    return tactics.TABLE.choose((torch.cuda.get_device_name(x.device),), (len(gate_up[0]), len(x)), names)
 
 
 @moe_permute.register_fake

@@ -1,6 +1,7 @@
 // Around the products: which (token, expert) pairs are whose, their rows side by side, and each token's sum afterwards.
 //
-// Compiled by NVRTC: HIDDEN (columns of a row, a multiple of 128), TOP_K (experts a token).
+// Compiled by NVRTC: HIDDEN (columns of a row, a multiple of 128), TOP_K (experts a token). Space is for all pairs, though few may be
+// this rank's: blocks go round what `moe_permute` found.
 
 #include "../numerics.cuh"
 
@@ -22,11 +23,12 @@ __device__ __forceinline__ int sum_up_to(int value, int* totals) {
 }
 
 // indices [count] of pairs -> offsets [experts + 1] of experts' slots, multiples of `align`; pairs [capacity], the one in each slot
-// (in no order within an expert; -1: none), slots [count] where each pair is (-1: another rank's). work: the number of tiles of at
-// most `most` rows, then for each its expert, the expert's first tile, first slot and number of rows. One block; at most 1024 experts.
+// (in no order within an expert; -1: none), slots [count] where each pair is (-1: another rank's). work: the numbers of tiles of at
+// most `most` rows and of slots in use, then for each tile its expert, the expert's first tile, first slot and number of rows. ends
+// [experts]: the slot after each one's last row. One block; at most 1024 experts.
 extern "C" __global__ void __launch_bounds__(PERMUTE_THREADS)
 moe_permute(const int* __restrict__ indices, int* __restrict__ offsets, int* __restrict__ pairs, int* __restrict__ slots,
-            int4* __restrict__ work, int count, int capacity, int experts, int first_expert, int most, int align) {
+            int4* __restrict__ work, int* __restrict__ ends, int count, int capacity, int experts, int first_expert, int most, int align) {
   __shared__ int next[PERMUTE_THREADS], slot_totals[WARPS], tile_totals[WARPS], ours;
   const int thread = threadIdx.x;
   wait_for_inputs();
@@ -40,7 +42,7 @@ moe_permute(const int* __restrict__ indices, int* __restrict__ offsets, int* __r
   const int rows = next[thread], tiles = (rows + most - 1) / most, space = (rows + align - 1) / align * align;
   const int end = sum_up_to(space, slot_totals), last_tile = sum_up_to(tiles, tile_totals), begin = end - space, tile = last_tile - tiles;
   next[thread] = begin;
-  if (thread < experts) offsets[thread + 1] = end;
+  if (thread < experts) offsets[thread + 1] = end, ends[thread] = begin + rows;
   for (int i = begin + rows; i < end; ++i) pairs[i] = -1;
   for (int i = tile; i < last_tile; ++i) work[1 + i] = make_int4(thread, tile, begin, rows);
   if (thread == 0) offsets[0] = 0;
@@ -64,40 +66,80 @@ __device__ __forceinline__ void load_row(uint4 (&v)[UNROLL], const uint4* x, int
   }
 }
 
-// x BF16 [T, HIDDEN], a block a slot -> codes E4M3 [slots, HIDDEN], scales [HIDDEN / 128, stride]
+// x BF16 [T, HIDDEN], a row at a time -> codes E4M3 [slots, HIDDEN], scales [HIDDEN / 128, stride]
 extern "C" __global__ void __launch_bounds__(THREADS)
-moe_gather_fp8(const uint4* __restrict__ x, const int* __restrict__ pairs, uint2* __restrict__ codes, float* __restrict__ scales,
-               int stride) {
+moe_gather_fp8(const uint4* __restrict__ x, const int* __restrict__ pairs, const int4* __restrict__ work, uint2* __restrict__ codes,
+               float* __restrict__ scales, int stride) {
   wait_before_next();
-  const int slot = blockIdx.x, pair = pairs[slot];
-  if (pair < 0) return;
-  uint4 v[UNROLL];
-  load_row(v, x, pair);
+  for (int slot = blockIdx.x, end = work[0].y; slot < end; slot += gridDim.x) {
+    const int pair = pairs[slot];
+    if (pair < 0) continue;
+    uint4 v[UNROLL];
+    load_row(v, x, pair);
 #pragma unroll
-  for (int i = 0; i < UNROLL; ++i) {
-    const int piece = i * THREADS + threadIdx.x;
-    const Fp8Group group(group_top<16>(top_of(v[i])));
-    if (piece >= PIECES) continue;
-    codes[(size_t)slot * PIECES + piece] = group.codes(v[i]);
-    if (piece % 16 == 0) scales[(size_t)(piece / 16) * stride + slot] = group.scale();
+    for (int i = 0; i < UNROLL; ++i) {
+      const int piece = i * THREADS + threadIdx.x;
+      const Fp8Group group(group_top<16>(top_of(v[i])));
+      if (piece >= PIECES) continue;
+      codes[(size_t)slot * PIECES + piece] = group.codes(v[i]);
+      if (piece % 16 == 0) scales[(size_t)(piece / 16) * stride + slot] = group.scale();
+    }
   }
 }
 
 // The same without quantising, each 256 columns in the order in which `nvfp4.cuh` takes them.
 extern "C" __global__ void __launch_bounds__(THREADS)
-moe_gather_bf16(const uint4* __restrict__ x, const int* __restrict__ pairs, u32* __restrict__ rows) {
+moe_gather_bf16(const uint4* __restrict__ x, const int* __restrict__ pairs, const int4* __restrict__ work, u32* __restrict__ rows) {
   wait_before_next();
-  const int slot = blockIdx.x, pair = pairs[slot];
-  if (pair < 0) return;
-  uint4 v[UNROLL];
-  load_row(v, x, pair);
+  for (int slot = blockIdx.x, end = work[0].y; slot < end; slot += gridDim.x) {
+    const int pair = pairs[slot];
+    if (pair < 0) continue;
+    uint4 v[UNROLL];
+    load_row(v, x, pair);
 #pragma unroll
-  for (int i = 0; i < UNROLL; ++i) {
-    const int piece = i * THREADS + threadIdx.x;
-    if (piece >= PIECES) continue;
-    u32* words = rows + (size_t)slot * (HIDDEN / 2) + piece / 32 * 128 + piece % 8 * 16 + piece / 8 % 4;
-    words[0] = __byte_perm(v[i].x, v[i].z, 0x5410), words[4] = __byte_perm(v[i].x, v[i].z, 0x7632);
-    words[8] = __byte_perm(v[i].y, v[i].w, 0x5410), words[12] = __byte_perm(v[i].y, v[i].w, 0x7632);
+    for (int i = 0; i < UNROLL; ++i) {
+      const int piece = i * THREADS + threadIdx.x;
+      if (piece >= PIECES) continue;
+      u32* words = rows + (size_t)slot * (HIDDEN / 2) + piece / 32 * 128 + piece % 8 * 16 + piece / 8 % 4;
+      words[0] = __byte_perm(v[i].x, v[i].z, 0x5410), words[4] = __byte_perm(v[i].x, v[i].z, 0x7632);
+      words[8] = __byte_perm(v[i].y, v[i].w, 0x5410), words[12] = __byte_perm(v[i].y, v[i].w, 0x7632);
+    }
+  }
+}
+
+// silu(gate) * up of eight columns, and the bits of the largest magnitude: NaN above infinity above numbers.
+__device__ __forceinline__ u32 swiglu(float (&h)[8], uint4 gate, uint4 up) {
+  const u32 gates[4] = {gate.x, gate.y, gate.z, gate.w}, ups[4] = {up.x, up.y, up.z, up.w};
+  u32 top = LEAST_AMAX << 16;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float g = i % 2 ? second_of(gates[i / 2]) : first_of(gates[i / 2]), u = i % 2 ? second_of(ups[i / 2]) : first_of(ups[i / 2]);
+    h[i] = __fdividef(g, 1.f + __expf(-g)) * u;
+    top = max(top, __float_as_uint(h[i]) & 0x7FFFFFFFu);
+  }
+  return top;
+}
+
+// For products that leave gate and up in memory, BF16 [slots, 2 * HIDDEN]: silu(gate) * up as `moe_gather_fp8` has rows of x.
+extern "C" __global__ void __launch_bounds__(THREADS)
+moe_swiglu_fp8(const uint4* __restrict__ both, const int* __restrict__ pairs, const int4* __restrict__ work, uint2* __restrict__ codes,
+               float* __restrict__ scales, int stride) {
+  wait_before_next();
+  for (int slot = blockIdx.x, end = work[0].y; slot < end; slot += gridDim.x) {
+    if (pairs[slot] < 0) continue;
+    const uint4* row = both + (size_t)slot * 2 * PIECES;
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      const int piece = i * THREADS + threadIdx.x, place = min(piece, PIECES - 1);
+      float h[8];
+      const float amax = __uint_as_float(group_top<16>(swiglu(h, row[place], row[PIECES + place]))), inverse = __fdiv_rn(448.f, amax);
+      if (piece >= PIECES) continue;
+      u32 words[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[w] = e4m3_pair(h[2 * w] * inverse, h[2 * w + 1] * inverse);
+      codes[(size_t)slot * PIECES + piece] = make_uint2(words[0] | words[1] << 16, words[2] | words[3] << 16);
+      if (piece % 16 == 0) scales[(size_t)(piece / 16) * stride + slot] = __fdiv_rn(amax, 448.f);
+    }
   }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests._utils.cuda_on_cpu import CudaOnCpu
 
 torch = pytest.importorskip("torch", reason="the ops are torch's")
 
-from plugins.moe_grouped_gemm import launch, op, plain, reference  # noqa: E402
+from plugins.moe_grouped_gemm import launch, op, plain, reference, tactics  # noqa: E402
 from plugins.quantize.reference import fp8_quantize  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -149,6 +150,36 @@ def test_a_captured_step_takes_new_routes(form: str, shared: bool) -> None:
         assert torch.equal(out, call(*step, *matrices, 3))  # the same bits, whatever order the pairs came in
 
 
+@pytest.mark.skipif(not HAS_WGMMA or not importlib.util.find_spec("deep_gemm"), reason="no GPU of sm_90, or no DeepGEMM, here")
+@pytest.mark.parametrize(("tokens", "first"), [(1, 0), (300, 0), (700, 2)])
+def test_deep_gemm_between_our_kernels_vs_reference(tokens: int, first: int) -> None:
+    inputs = [torch.randn(tokens, 1024).bfloat16(), *routes(tokens, 3, 6), *fp8_weights(4, 512, 1024)]
+    inputs[1][: tokens // 3] = torch.tensor([3, 5, 2], dtype=torch.int32)
+    x, indices, weights, *matrices = (tensor.cuda() for tensor in inputs)
+    torch.full((64 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)  # what the next allocations find
+    out, replayed = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    tactics.deep_gemm(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), out, first)
+    wanted = plain.experts(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), first).double()
+    assert (out.double() - wanted).norm() <= 2e-2 * wanted.norm()  # gate and up are rounded to BF16 on their way
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tactics.deep_gemm(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), replayed, first)
+    graph.replay()
+    assert torch.equal(out, replayed)
+
+
+def test_deep_gemm_is_taken_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {64: {"ours": 300, "deep_gemm": 400}, 9000: {"ours": 1400, "deep_gemm": 1100}}
+    measured = [{"device": "a GPU", "experts": 32, "tokens": tokens, "us": us} for tokens, us in times.items()]
+    monkeypatch.setitem(vars(tactics.TABLE), "rows", measured)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(tactics.TABLE, "choose", tactics.TABLE._choose)
+    monkeypatch.setattr(tactics, "present", lambda: ("ours", "deep_gemm"))
+    fp8, nvfp4 = tuple(torch.empty(32, 1, 1) for _ in range(2)), tuple(torch.empty(32, 1, 1) for _ in range(3))
+    assert [op._fastest(torch.empty(tokens, 1), fp8) for tokens in (1, 300, 8192)] == ["ours", "ours", "deep_gemm"]
+    assert op._fastest(torch.empty(8192, 1), nvfp4) == "ours"
+
+
 def shared_weights(width: int, hidden: int) -> list[torch.Tensor]:
     """gate_up and down of the expert that all tokens visit"""
     return [torch.randn(n, k).bfloat16() / k**0.5 for n, k in ((2 * width, hidden), (hidden, width))]
@@ -182,9 +213,10 @@ def test_permutation_groups_pairs_by_expert(device: str) -> None:
 
 
 SIGNATURES = {
-    "moe_permute": "const int*, int*, int*, int*, int4*, int, int, int, int, int, int",
-    "moe_gather_fp8": "const uint4*, const int*, uint2*, float*, int",
-    "moe_gather_bf16": "const uint4*, const int*, u32*",
+    "moe_permute": "const int*, int*, int*, int*, int4*, int*, int, int, int, int, int, int",
+    "moe_gather_fp8": "const uint4*, const int*, const int4*, uint2*, float*, int",
+    "moe_gather_bf16": "const uint4*, const int*, const int4*, u32*",
+    "moe_swiglu_fp8": "const uint4*, const int*, const int4*, uint2*, float*, int",
     "moe_finalize": "const uint4*, const float*, const int*, const uint4*, uint4*",
 }
 HIDDEN, TOP_K = 512, 3
@@ -196,19 +228,20 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> CudaOnCpu:
     return CudaOnCpu(Path(op.__file__).with_name("route.cu"), SIGNATURES, defines, tmp_path_factory.mktemp("route"))
 
 
-@pytest.mark.parametrize("align", [1, 4])
+@pytest.mark.parametrize("align", [1, 4, 128])
 @pytest.mark.parametrize(("tokens", "here", "everywhere", "first"), [(1, 4, 4, 0), (401, 7, 11, 2), (5, 3, 40, 37), (9, 1, 3, 2)])
 def test_permuting_kernel_vs_reference(kernels: CudaOnCpu, tokens: int, here: int, everywhere: int, first: int, align: int) -> None:
     indices, _ = routes(tokens, TOP_K, everywhere)
     count, most = indices.numel(), 8
-    capacity = count + (align - 1) * min(count, here)
-    offsets, pairs, slots = (np.full(size, -7, np.int32) for size in (here + 1, capacity, count))
+    capacity = (count + (align - 1) * min(count, here)) // align * align
+    ends, offsets, pairs, slots = (np.full(size, -7, np.int32) for size in (here, here + 1, capacity, count))
     work = np.full((1 + min(count, here + count // most), 4), -7, np.int32)
     sizes = count, capacity, here, first, most, align
-    kernels.launch("moe_permute", (1, 1, 1), 1024, indices.numpy(), offsets, pairs, slots, work, *sizes)
+    kernels.launch("moe_permute", (1, 1, 1), 1024, indices.numpy(), offsets, pairs, slots, work, ends, *sizes)
     wanted_offsets, wanted_pairs, wanted_slots = (tensor.numpy() for tensor in plain.permute(indices, here, first))
     rows = np.diff(wanted_offsets)
     np.testing.assert_array_equal(np.diff(offsets), -(-rows // align) * align)
+    np.testing.assert_array_equal(ends, offsets[:-1] + rows)
     for begin, wanted, number in zip(offsets, wanted_offsets, rows, strict=False):  # an expert's pairs come in no order
         assert sorted(pairs[begin : begin + number]) == sorted(wanted_pairs[wanted : wanted + number])
     assert (pairs == -1).sum() == capacity - rows.sum()
@@ -216,7 +249,7 @@ def test_permuting_kernel_vs_reference(kernels: CudaOnCpu, tokens: int, here: in
     np.testing.assert_array_equal(pairs[slots[slots >= 0]], np.flatnonzero(slots >= 0))
     tiles = [[e, offsets[e], number] for e, number in enumerate(rows) for _ in range(-(-number // most))]
     found = work[1 : 1 + len(tiles)]
-    assert work[0, 0] == len(tiles) and found[:, [0, 2, 3]].tolist() == tiles
+    assert work[0, :2].tolist() == [len(tiles), offsets[-1]] and found[:, [0, 2, 3]].tolist() == tiles
     assert found[:, 1].tolist() == [[expert for expert, *_ in tiles].index(e) for e, *_ in tiles]
 
 
@@ -224,17 +257,33 @@ def test_gathering_kernels_vs_reference(kernels: CudaOnCpu) -> None:
     x, pairs = torch.randn(4, HIDDEN).bfloat16(), np.array([7, 0, 11, 2, -1, -1], np.int32)
     bits, tokens = x.view(torch.int16).numpy(), pairs[:4] // TOP_K
     codes, scales = np.full((6, HIDDEN), 0x55, np.uint8), np.full((HIDDEN // 128, 8), -1, np.float32)
-    kernels.launch("moe_gather_fp8", (6, 1, 1), 256, bits, pairs, codes, scales, 8)
+    used = np.array([0, 5, 0, 0], np.int32)
+    kernels.launch("moe_gather_fp8", (2, 1, 1), 256, bits, pairs, used, codes, scales, 8)
     wanted, wanted_scales = fp8_quantize(x[tokens])
     np.testing.assert_array_equal(codes[:4], wanted.view(torch.uint8).numpy())
     np.testing.assert_array_equal(scales[:, :4].T, wanted_scales.numpy())
     assert (codes[4:] == 0x55).all() and (scales[:, 4:] == -1).all()
     rows = np.full((6, HIDDEN), 0x5555, np.int16)
-    kernels.launch("moe_gather_bf16", (6, 1, 1), 256, bits, pairs, rows)
+    kernels.launch("moe_gather_bf16", (2, 1, 1), 256, bits, pairs, used, rows)
     place = launch.places(HIDDEN).numpy()
     assert len(set(place)) == HIDDEN
     np.testing.assert_array_equal(rows[:4, place], bits[tokens])
     assert (rows[4:] == 0x5555).all()
+
+
+def test_quantising_of_gate_and_up_vs_reference(kernels: CudaOnCpu) -> None:
+    both, pairs, used = torch.randn(4, 2 * HIDDEN).bfloat16(), np.array([1, -1, 0, -1], np.int32), np.array([0, 3, 0, 0], np.int32)
+    both[0, 130], both[2, 5], both[2, HIDDEN + 200] = 300, 0, torch.nan
+    both[2, 256:384] = 0
+    codes, scales = np.full((4, HIDDEN), 0x55, np.uint8), np.full((HIDDEN // 128, 4), -1, np.float32)
+    kernels.launch("moe_swiglu_fp8", (2, 1, 1), 256, both.view(torch.int16).numpy(), pairs, used, codes, scales, 4)
+    gate, up = both[[0, 2]].float().chunk(2, dim=1)
+    inner = (torch.nn.functional.silu(gate) * up).unflatten(1, (-1, 128))
+    tops = inner.abs().amax(2).clamp(min=2.0**-33)
+    found, wanted = torch.from_numpy(codes[[0, 2]]).view(FP8).float().unflatten(1, (-1, 128)), inner * (448 / tops).unsqueeze(2)
+    torch.testing.assert_close(torch.from_numpy(scales[:, [0, 2]].T.copy()), tops / 448, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, wanted, rtol=2**-4, atol=2**-10, equal_nan=True)
+    assert (codes[[1, 3]] == 0x55).all() and (scales[:, [1, 3]] == -1).all()
 
 
 @pytest.mark.parametrize("beside", [False, True])

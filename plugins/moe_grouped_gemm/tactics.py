@@ -1,0 +1,62 @@
+"""Which implementation of the FP8 experts is fastest where (`tactics.json`; see `plugins.tactics`), and those of others.
+
+"deep_gemm": DeepGEMM's grouped products in its contiguous layout, between our kernels. Each expert begins at a multiple of 128
+slots, and the products find on the device where they end, so that nothing is asked of it. gate and up go through memory there. It
+compiles a kernel at the first call of a size, which takes seconds and cannot be captured in a CUDA graph: call it once before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plugins.moe_grouped_gemm import launch
+from plugins.moe_grouped_gemm.reference import Weights
+from plugins.tactics import OURS, Table, ours_alone
+
+__all__ = ["ALIGN", "TABLE", "deep_gemm", "present"]
+
+TABLE = Table(Path(__file__).with_name("tactics.json"), "moe_fp8_block", ("device",), ("experts", "tokens"), ("deep_gemm",))
+ALIGN = 128
+"""Rows of a block of DeepGEMM's, which are one expert's."""
+
+
+@functools.cache
+def present() -> tuple[str, ...]:
+    """Implementations that can be used in this process."""
+    return (OURS, "deep_gemm") if not ours_alone() and importlib.util.find_spec("deep_gemm") else (OURS,)
+
+
+def deep_gemm(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up: Weights,
+    down: Weights,
+    out: Tensor,
+    first: int = 0,
+    overlap: bool = False,
+    added: Callable[[], Tensor] | None = None,
+) -> None:
+    """As `launch.experts`, for FP8 alone."""
+    with torch.cuda.device(x.device):
+        route = launch.permute(indices, len(gate_up[0]), first, ALIGN, ALIGN, overlap)
+        gathered = launch.gather(x, route, indices.shape[1], False)
+        inner = launch.swiglu(_product(gathered, gate_up, route), route)
+        outer = _product(inner, down, route)
+        launch.finalize(outer, weights, route.slots, out, added() if added else None)
+
+
+def _product(rows: launch.Rows, weights: Weights, route: launch.Route) -> Tensor:
+    """-> BF16 [slots, height of the weights]; scales of rows lie as DeepGEMM wants them, a column after the other."""
+    import deep_gemm as library
+
+    values, scales = rows
+    out = values.new_empty((len(values), weights[0].shape[1]), dtype=torch.bfloat16)
+    library.m_grouped_fp8_gemm_nt_contiguous((values, scales.t()), weights, out, route.ends, use_psum_layout=True)
+    return out
