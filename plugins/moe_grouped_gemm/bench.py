@@ -1,21 +1,23 @@
-"""Routed experts of R1 beside DeepGEMM's grouped products and torch's: each product alone, the whole op, and a shared expert.
+"""Routed experts of R1 beside other libraries' grouped products and torch's: each product alone, the whole op, and a shared expert.
 
-Products: every expert has the same number of rows; ours of gate and up includes SwiGLU and the quantisation, DeepGEMM's does not.
-Whole: tokens choose 8 of 256 experts at random, of which this rank has the first 32 (expert parallelism 8) or all; eager torch is
-`grouped_mm` of BF16 weights, twice the bytes. Shared: the routed experts and a BF16 one that every token visits, on two streams.
+Products: every expert has the same number of rows; ours of gate and up includes SwiGLU and the quantisation, the others' do not.
+Whole: tokens choose 8 of 256 experts at random, of which this rank has the first 32 (expert parallelism 8) or all; the peer is
+DeepGEMM between our kernels, eager torch is `grouped_mm` of BF16 weights, twice the bytes. Shared: the routed experts and a BF16
+one that every token visits, on two streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm, linear, silu
+from torch.nn.functional import grouped_mm, silu
 
 from plugins.bench import Bench, Call, micros, relative
-from plugins.moe_grouped_gemm import launch, plain, reference
+from plugins.moe_grouped_gemm import launch, plain, reference, shared, tactics
+from plugins.moe_grouped_gemm.peers import PEERS
 from plugins.moe_grouped_gemm.reference import Weights
 from plugins.quantize.reference import FP8, fp8_dequantize
 
@@ -24,7 +26,7 @@ __all__ = ["rows"]
 HIDDEN, WIDTH, EXPERTS, TOP_K, RANK_EXPERTS = 7168, 2048, 256, 8, 32
 NAMES = "moe_gate_up", "moe_down"
 ROWS = (8, 32, 64, 128, 256, 512)
-TOKENS = {RANK_EXPERTS: (64, 256, 1024, 4096, 8192), EXPERTS: (1, 8, 64, 256, 1024, 4096)}
+TOKENS = {RANK_EXPERTS: (1, 8, 64, 256, 1024, 4096, 8192, 16384), EXPERTS: (1, 8, 64, 256, 1024, 4096, 8192)}
 SHARED_TOKENS = (64, 256)
 FEW = 4
 """Tokens, and rows of a product, that are compared with the reference."""
@@ -91,8 +93,8 @@ def _products(bench: Bench, count: int, matrices: tuple[Weights, Weights], wide:
             lambda overlap, w=weights, s=source, o=out: launch.product(w, s, route, o, overlap),
             error=lambda o=out, w=wanted: relative(_decoded(o), w),
             eager=lambda r=plain_rows, w=plainly: grouped_mm(r, w, offs=ends),
-            peers={} if nvfp4 else {"deep_gemm": _deep_gemm(weights, source, count)},
-            right=lambda found, w=product: relative(found[0, :FEW], w) < 1e-2,
+            peers={} if nvfp4 else {peer: _made(make, weights, source, count) for peer, make in PEERS.items()},
+            right=lambda found, w=product: relative(found.flatten(0, -2)[:FEW], w) < 1e-2,
             moved=slots * (columns + out[0].shape[1]) * (2 if nvfp4 else 1),
             read=_size(weights),
             flops=2 * slots * columns * height // (1 if nvfp4 else 2),
@@ -120,24 +122,14 @@ def _first(rows_: Tensor, weights: Weights, swiglu: bool) -> tuple[Tensor, Tenso
     return product, reference.rounded(silu(gate) * up, nvfp4)
 
 
-def _deep_gemm(weights: Weights, source: launch.Rows, count: int) -> Call:
-    """The masked product of the same rows."""
-    experts, height, columns = weights[0].shape
-    space, state = max(count, 128), []
+def _made(make: Callable[..., Call], *given: Any) -> Call:
+    """The call that is made at its first use, where a library that does not load is noted."""
+    made: list[Call] = []
 
     def call() -> Tensor:
-        import deep_gemm
-
-        if not state:
-            codes = torch.zeros(experts, space, columns, device="cuda", dtype=torch.uint8)
-            codes[:, :count] = source[0][: experts * count].view(torch.uint8).view(experts, count, columns)
-            scales = torch.zeros(experts, columns // 128, space, device="cuda")
-            scales[..., :count] = source[1][:, : experts * count].reshape(-1, experts, count).transpose(0, 1)
-            out = torch.empty(experts, space, height, device="cuda", dtype=torch.bfloat16)
-            counts = torch.full((experts,), count, device="cuda", dtype=torch.int32)
-            state.extend(((codes.view(FP8), scales.transpose(1, 2)), weights, out, counts, count))
-        deep_gemm.m_grouped_fp8_gemm_nt_masked(*state)
-        return state[2]
+        if not made:
+            made.append(make(*given))
+        return made[0]()
 
     return call
 
@@ -162,10 +154,15 @@ def _eager(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: T
 def _whole(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: Tensor) -> dict[str, Any]:
     nvfp4, experts = len(gate_up) == 3, len(gate_up[0])
     x, (indices, weights) = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16), _routes(tokens)
-    out = torch.full_like(x, torch.nan)
+    out, other = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
     wanted = plain.experts(x[:FEW], indices[:FEW], weights[:FEW], gate_up, down)
     compiled = torch.compile(_eager, dynamic=False)
     local = indices[indices < experts]
+
+    def deep_gemm() -> Tensor:
+        launch.experts(x, indices, weights, gate_up, down, other, products=tactics.DEEP_GEMM)
+        return other
+
     used = len(local.unique()) / experts
     return bench.row(
         "moe_w4a16_nvfp4" if nvfp4 else "moe_fp8_block",
@@ -174,8 +171,8 @@ def _whole(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: Te
         error=lambda: relative(out[:FEW], wanted) if wanted.any() else 0.0,
         eager=lambda: _eager(x, indices, weights, *wide),
         compiled=(lambda: compiled(x, indices, weights, *wide)) if (experts, tokens, nvfp4) == (RANK_EXPERTS, 256, False) else None,
-        peers={},
-        right=lambda _: True,
+        peers={} if nvfp4 else {"deep_gemm": deep_gemm},
+        right=lambda found: relative(found, out) < 2e-2 if out.any() else True,
         moved=2 * x.numel() * 2,
         read=int(used * (_size(gate_up) + _size(down))),
         flops=2 * len(local) * 3 * HIDDEN * WIDTH // (1 if nvfp4 else 2),
@@ -188,27 +185,21 @@ def _shared(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: T
     x, (indices, weights) = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16), _routes(tokens)
     first = torch.randn(2 * WIDTH, HIDDEN, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5
     second = torch.randn(HIDDEN, WIDTH, device="cuda", dtype=torch.bfloat16) / WIDTH**0.5
-    side, out = torch.cuda.Stream(), torch.empty_like(x)
+    out = torch.empty_like(x)
 
-    def shared() -> Tensor:
-        gate, up = linear(x, first).chunk(2, dim=1)
-        return linear(silu(gate) * up, second)
+    def alone() -> Tensor:
+        return shared.expert(x, first, second)
 
-    def routed() -> None:
+    def routed() -> Tensor:
         launch.experts(x, indices, weights, gate_up, down, out)
+        return out
 
     def beside() -> Tensor:
-        now = torch.cuda.current_stream()
-        side.wait_stream(now)
-        with torch.cuda.stream(side):
-            added = shared()
-        routed()
-        now.wait_stream(side)
-        return out + added
+        launch.experts(x, indices, weights, gate_up, down, out, added=shared.beside(x, first, second))
+        return out
 
     def serial() -> Tensor:
-        routed()
-        return out + shared()
+        return routed() + alone()
 
     wanted = serial().clone()
     row = bench.row(
@@ -216,7 +207,7 @@ def _shared(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: T
         {"experts": len(gate_up[0]), "tokens": tokens, "dtype": "fp8"},
         lambda _: beside(),
         error=lambda: relative(beside(), wanted),
-        eager=lambda: _eager(x, indices, weights, *wide) + shared(),
+        eager=lambda: _eager(x, indices, weights, *wide) + alone(),
         peers={},
         right=lambda _: True,
         moved=3 * x.numel() * 2,
@@ -224,5 +215,4 @@ def _shared(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: T
         calls=CALLS,
         overlaps=False,
     )
-    alone = {"serial_us": micros(serial, CALLS), "routed_us": micros(routed, CALLS), "shared_us": micros(shared, CALLS)}
-    return row | alone
+    return row | {"serial_us": micros(serial, CALLS), "routed_us": micros(routed, CALLS), "shared_us": micros(alone, CALLS)}

@@ -14,7 +14,7 @@ from plugins.moe_grouped_gemm.reference import Weights
 from plugins.nvrtc import Source, aligned, processors, tensor_map
 from plugins.quantize.reference import FP8, FP8_GROUP
 
-__all__ = ["Route", "experts", "finalize", "gather", "has_kernel", "permute", "places", "product", "rows", "swiglu"]
+__all__ = ["Products", "Route", "experts", "finalize", "gather", "has_kernel", "permute", "places", "product", "rows", "swiglu"]
 
 KERNEL = Source(Path(__file__).with_name("kernel.cu"), specific=True)
 ROUTE = Source(Path(__file__).with_name("route.cu"))
@@ -47,6 +47,17 @@ class Route(NamedTuple):
     """I32 [E]: the slot after an expert's last row."""
 
 
+class Products(NamedTuple):
+    """Gate and up, SwiGLU, and down, by some library."""
+
+    most: int
+    """Rows of one of its tiles."""
+    align: int
+    """Where an expert's slots may begin."""
+    both: Callable[[Rows, Weights, Weights, Route], Tensor]
+    """Gathered rows, both matrices, and the route -> BF16 [slots, H]"""
+
+
 def has_kernel(x: Tensor, gate_up: Weights, top_k: int) -> bool:
     """Whether the kernels take these sizes on this device."""
     unit, hidden, width = COLUMNS[len(gate_up) == 3], x.shape[1], gate_up[0].shape[1] // 2
@@ -64,21 +75,29 @@ def experts(
     first: int = 0,
     overlap: bool = False,
     added: Callable[[], Tensor] | None = None,
+    products: Products | None = None,
 ) -> None:
     """x BF16 [T, H], indices I32 and weights F32 [T, K] -> out BF16 [T, H]; all but indices `aligned`.
 
     `overlap`: let the first kernel start while the one before it on the stream still runs. `added`: asked at the end for rows
-    BF16 [T, H] that are added to the result.
+    BF16 [T, H] that are added to the result. `products`: others than ours.
     """
-    nvfp4, width = len(gate_up) == 3, gate_up[0].shape[1] // 2
+    nvfp4 = len(gate_up) == 3
+    products = products or Products(MOST_ROWS[nvfp4], ALIGN[nvfp4], _both)
     with torch.cuda.device(x.device):
-        route = permute(indices, len(gate_up[0]), first, MOST_ROWS[nvfp4], ALIGN[nvfp4], overlap)
-        slots = len(route.pairs)
-        gathered, inner = gather(x, route, indices.shape[1], nvfp4), rows(x, slots, width, nvfp4)
-        product(gate_up, gathered, route, inner)
-        outer = x.new_empty((slots, x.shape[1])), None
-        product(down, inner, route, outer)
-        finalize(outer[0], weights, route.slots, out, added() if added else None)
+        route = permute(indices, len(gate_up[0]), first, products.most, products.align, overlap)
+        outer = products.both(gather(x, route, indices.shape[1], nvfp4), gate_up, down, route)
+        finalize(outer, weights, route.slots, out, added() if added else None)
+
+
+def _both(gathered: Rows, gate_up: Weights, down: Weights, route: Route) -> Tensor:
+    """Our products."""
+    like, slots = gathered[0], len(route.pairs)
+    inner = rows(like, slots, gate_up[0].shape[1] // 2, len(gate_up) == 3)
+    product(gate_up, gathered, route, inner)
+    outer = like.new_empty((slots, down[0].shape[1]), dtype=torch.bfloat16)
+    product(down, inner, route, (outer, None))
+    return outer
 
 
 def permute(indices: Tensor, experts: int, first: int, most: int, align: int = 1, overlap: bool = False) -> Route:

@@ -62,10 +62,7 @@ def moe_fp8_block(
     first_expert: int = 0,
 ) -> Tensor:
     """-> BF16 [T, H]"""
-    _check_routes(x, indices, weights)
-    _check_fp8(x, gate_up, gate_up_scale, down, down_scale)
-    matrices = (gate_up, gate_up_scale), (down, down_scale)
-    return _experts(x, indices, weights, *matrices, first_expert)
+    return _experts(x, indices, weights, (gate_up, gate_up_scale), (down, down_scale), first_expert)
 
 
 @torch.library.custom_op("r1_pipeline::moe_w4a16_nvfp4", mutates_args=())
@@ -82,8 +79,6 @@ def moe_w4a16_nvfp4(
     first_expert: int = 0,
 ) -> Tensor:
     """-> BF16 [T, H]"""
-    _check_routes(x, indices, weights)
-    _check_nvfp4(x, gate_up, gate_up_scale, gate_up_scale_2, down, down_scale, down_scale_2)
     matrices = (gate_up, gate_up_scale, gate_up_scale_2), (down, down_scale, down_scale_2)
     return _experts(x, indices, weights, *matrices, first_expert)
 
@@ -102,11 +97,8 @@ def moe_fp8_block_shared(
     first_expert: int = 0,
 ) -> Tensor:
     """-> BF16 [T, H]"""
-    _check_routes(x, indices, weights)
-    _check_fp8(x, gate_up, gate_up_scale, down, down_scale)
-    _check_shared(x, shared_gate_up, shared_down)
-    matrices = (gate_up, gate_up_scale), (down, down_scale)
-    return _experts(x, indices, weights, *matrices, first_expert, (shared_gate_up, shared_down))
+    everyones = shared_gate_up, shared_down
+    return _experts(x, indices, weights, (gate_up, gate_up_scale), (down, down_scale), first_expert, everyones)
 
 
 @torch.library.custom_op("r1_pipeline::moe_w4a16_nvfp4_shared", mutates_args=())
@@ -125,9 +117,6 @@ def moe_w4a16_nvfp4_shared(
     first_expert: int = 0,
 ) -> Tensor:
     """-> BF16 [T, H]"""
-    _check_routes(x, indices, weights)
-    _check_nvfp4(x, gate_up, gate_up_scale, gate_up_scale_2, down, down_scale, down_scale_2)
-    _check_shared(x, shared_gate_up, shared_down)
     matrices = (gate_up, gate_up_scale, gate_up_scale_2), (down, down_scale, down_scale_2)
     return _experts(x, indices, weights, *matrices, first_expert, (shared_gate_up, shared_down))
 
@@ -142,6 +131,10 @@ def _experts(
     everyones: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`everyones`: the shared expert's weights."""
+    _check_routes(x, indices, weights)
+    (_check_nvfp4 if len(gate_up) == 3 else _check_fp8)(x, *gate_up, *down)
+    if everyones:
+        _check_shared(x, *everyones)
     if not launch.has_kernel(x, gate_up, indices.shape[1]):
         out = plain.experts(x, indices, weights, gate_up, down, first_expert)
         return out + shared.expert(x, *everyones) if everyones else out
@@ -149,8 +142,9 @@ def _experts(
     if len(x):
         added = shared.beside(x, *everyones) if everyones else None
         matrices = (tuple(map(aligned, parts)) for parts in (gate_up, down))
-        run = launch.experts if _fastest(x, gate_up) == OURS else tactics.deep_gemm
-        run(aligned(x), indices.int(), aligned(weights), *matrices, out, first_expert, added=added)
+        products = None if _fastest(x, gate_up) == OURS else tactics.DEEP_GEMM
+        given = aligned(x), indices.int(), aligned(weights)
+        launch.experts(*given, *matrices, out, first_expert, added=added, products=products)
     return out
 
 
@@ -166,24 +160,8 @@ def _(indices: Tensor, experts: int, first_expert: int = 0) -> tuple[Tensor, Ten
     return tuple(indices.new_empty((size,), dtype=torch.int32) for size in (experts + 1, count, count))
 
 
-@moe_fp8_block.register_fake
-def _(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@moe_w4a16_nvfp4.register_fake
-def _(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@moe_fp8_block_shared.register_fake
-def _(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@moe_w4a16_nvfp4_shared.register_fake
-def _(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
+for _op in (moe_fp8_block, moe_w4a16_nvfp4, moe_fp8_block_shared, moe_w4a16_nvfp4_shared):
+    _op.register_fake(lambda x, *_: x.new_empty(x.shape))
 
 
 def _check_routes(x: Tensor, indices: Tensor, weights: Tensor) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,11 +18,9 @@ from plugins.moe_grouped_gemm import launch
 from plugins.moe_grouped_gemm.reference import Weights
 from plugins.tactics import OURS, Table, ours_alone
 
-__all__ = ["ALIGN", "TABLE", "deep_gemm", "present"]
+__all__ = ["DEEP_GEMM", "TABLE", "present"]
 
 TABLE = Table(Path(__file__).with_name("tactics.json"), "moe_fp8_block", ("device",), ("experts", "tokens"), ("deep_gemm",))
-ALIGN = 128
-"""Rows of a block of DeepGEMM's, which are one expert's."""
 
 
 @functools.cache
@@ -32,24 +29,8 @@ def present() -> tuple[str, ...]:
     return (OURS, "deep_gemm") if not ours_alone() and importlib.util.find_spec("deep_gemm") else (OURS,)
 
 
-def deep_gemm(
-    x: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    gate_up: Weights,
-    down: Weights,
-    out: Tensor,
-    first: int = 0,
-    overlap: bool = False,
-    added: Callable[[], Tensor] | None = None,
-) -> None:
-    """As `launch.experts`, for FP8 alone."""
-    with torch.cuda.device(x.device):
-        route = launch.permute(indices, len(gate_up[0]), first, ALIGN, ALIGN, overlap)
-        gathered = launch.gather(x, route, indices.shape[1], False)
-        inner = launch.swiglu(_product(gathered, gate_up, route), route)
-        outer = _product(inner, down, route)
-        launch.finalize(outer, weights, route.slots, out, added() if added else None)
+def _both(gathered: launch.Rows, gate_up: Weights, down: Weights, route: launch.Route) -> Tensor:
+    return _product(launch.swiglu(_product(gathered, gate_up, route), route), down, route)
 
 
 def _product(rows: launch.Rows, weights: Weights, route: launch.Route) -> Tensor:
@@ -60,3 +41,8 @@ def _product(rows: launch.Rows, weights: Weights, route: launch.Route) -> Tensor
     out = values.new_empty((len(values), weights[0].shape[1]), dtype=torch.bfloat16)
     library.m_grouped_fp8_gemm_nt_contiguous((values, scales.t()), weights, out, route.ends, use_psum_layout=True)
     return out
+
+
+ALIGN = 128
+"""Rows of a block of DeepGEMM's, which are one expert's."""
+DEEP_GEMM = launch.Products(ALIGN, ALIGN, _both)

@@ -158,12 +158,12 @@ def test_deep_gemm_between_our_kernels_vs_reference(tokens: int, first: int) -> 
     x, indices, weights, *matrices = (tensor.cuda() for tensor in inputs)
     torch.full((64 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)  # what the next allocations find
     out, replayed = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
-    tactics.deep_gemm(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), out, first)
+    launch.experts(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), out, first, products=tactics.DEEP_GEMM)
     wanted = plain.experts(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), first).double()
     assert (out.double() - wanted).norm() <= 2e-2 * wanted.norm()  # gate and up are rounded to BF16 on their way
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tactics.deep_gemm(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), replayed, first)
+        launch.experts(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), replayed, first, products=tactics.DEEP_GEMM)
     graph.replay()
     assert torch.equal(out, replayed)
 
