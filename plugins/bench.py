@@ -1,12 +1,16 @@
 """A plugin's row in the benchmark: ours beside eager torch, torch.compile, every peer that loads, and the physical limit.
 
 Each `plugins/NAME/bench.py` has `rows(bench)`, which yields the dictionaries of `Bench.row`; `scripts/bench_plugins.py` finds
-them all. Times are medians of CUDA graph replays in microseconds; `cold` ones find nothing in the L2.
+them all. Times are medians of CUDA graph replays in microseconds; `cold` ones find nothing in the L2. A row's `loses` is by how
+many per cent ours is behind the fastest of the others (`loses_to`), `loses_cold` the same of cold times, and `why` the reason
+that the plugin's bench.py gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +19,13 @@ from torch import Tensor
 
 from plugins.timing import copy_bandwidth, graph_seconds
 
-__all__ = ["Bench", "Call", "differing", "micros", "relative"]
+__all__ = ["Bench", "Call", "compiled", "differing", "micros", "relative"]
 
 Call = Callable[[], Any]
 IN_A_GRAPH = 20
 READ_BYTES = 2 << 30
-COMPILED_TOKENS = (1, 256, 4096)
-"""Batches at which torch.compile is measured: it takes seconds each."""
+LEAST_LOSS = 1.0
+"""Per cent; less is not a loss, but what one run differs from the next."""
 FAILURES = (RuntimeError, AttributeError, ImportError, ValueError, TypeError, NotImplementedError, AssertionError)
 
 
@@ -30,8 +34,8 @@ class Bench:
     """What the rows of one run share."""
 
     quick: bool
-    notes: list[str] = field(default_factory=list)
-    """Peers that did not run, or gave another answer."""
+    noted: dict[str, list[str]] = field(default_factory=dict)
+    """What did not run, or gave another answer -> at which sizes."""
     bandwidth: float = 0.0
     """Bytes a second of a large copy."""
     read_bandwidth: float = 0.0
@@ -48,6 +52,15 @@ class Bench:
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         self.flops = 2 * 8192**3 / graph_seconds([lambda: a @ b] * 5, replays=10)
         self.floor_us = micros(lambda: torch.cuda._sleep(0))
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for each thing that was noted."""
+        return [f"{text} ({', '.join(sizes)})" if any(sizes) else text for text, sizes in sorted(self.noted.items())]
+
+    def note(self, text: str, sizes: str = "") -> None:
+        """Once for each text, however many sizes it is of."""
+        self.noted.setdefault(text, []).append(sizes)
 
     def row(
         self,
@@ -66,48 +79,95 @@ class Bench:
         cold: bool = False,
         calls: int = IN_A_GRAPH,
         overlaps: bool = True,
+        turns: int = 1,
+        why: str = "",
     ) -> dict[str, Any]:
-        """One row. `ours` takes whether to overlap with the kernel before; `error` is asked after it ran; `right` judges a peer."""
+        """One row. `ours` takes whether to overlap with the kernel before; `error` is asked after it ran; `right` judges a peer.
+
+        `turns`: so often is everything measured, one after the other, and the median taken: where power is the limit, the first
+        would be favoured. `why`: kept in the row if ours loses.
+        """
+        about = _About(plugin, shape)
         ours(False)
-        row: dict[str, Any] = {"plugin": plugin, **shape, "error": error(), "ours_us": micros(lambda: ours(False), calls)}
-        if overlaps:
-            row["overlap_us"] = micros(lambda: ours(True), calls)
+        row: dict[str, Any] = {"plugin": plugin, **shape, "error": error()}
+        running = {name: call for name, call in peers.items() if self._runs(about, name, call, right)}
+        mine = {"ours": lambda: ours(False)} | ({"overlap": lambda: ours(True)} if overlaps else {})
+        hot = self._times(about, mine | running, calls, turns)
+        row |= {f"{name}_us": hot.pop(name) for name in mine}
         if cold:
-            row["cold_us"] = micros(lambda: ours(False), calls, flush=True)
+            cooled = self._times(about, {"ours": mine["ours"]} | running, calls, turns, flush=True)
+            row["cold_us"] = cooled.pop("ours")
         row["eager_us"] = micros(eager, calls=2)
-        if compiled is not None and not self.quick and shape["tokens"] in COMPILED_TOKENS:
-            row["compile_us"] = self.attempt(f"{plugin}: torch.compile", lambda: micros(compiled, calls=2))
-        row |= self.peers(f"{plugin} {' '.join(map(str, shape.values()))}", peers, right, cold, calls)
-        return row | {"floor_us": self.floor_us, "limit_us": round(self.limit_us(moved, flops, read), 2)}
+        if compiled is not None and not self.quick:
+            row |= {f"{name}_us": time for name, time in self._times(about, {"compile": compiled}, 2).items()}
+        best = min(hot, key=hot.__getitem__, default=None)
+        row |= {"peers": hot, "peer": best, "peer_us": hot.get(best)}
+        if cold:
+            row |= {"peers_cold": cooled, "peer_cold_us": min(cooled.values(), default=None)}
+        return row | _losses(row, why) | {"floor_us": self.floor_us, "limit_us": round(self.limit_us(moved, flops, read), 2)}
 
     def limit_us(self, moved: int, flops: int = 0, read: int = 0) -> float:
         """An empty kernel, and the slower of the arithmetic and of the bytes: moved, or read from far more than the L2 holds."""
         return self.floor_us + max(moved / self.bandwidth + read / self.read_bandwidth, flops / self.flops) * 1e6
 
-    def peers(self, where: str, calls: dict[str, Call], right: Callable[[Any], bool], cold: bool, count: int) -> dict[str, Any]:
-        """Times of the peers that run, and the best; the others leave a note."""
-        times, cold_times = {}, {}
-        for name, call in calls.items():
+    def _runs(self, about: _About, name: str, call: Call, right: Callable[[Any], bool]) -> bool:
+        """Whether a peer does; another answer than ours is noted, and its time counts."""
 
-            def timed(name: str = name, call: Call = call) -> None:
-                if not right(call()):
-                    self.notes.append(f"{where}: {name} gives another answer")
-                times[name] = micros(call, count)
-                if cold:
-                    cold_times[name] = micros(call, count, flush=True)
+        def judged() -> bool:
+            if not right(call()):
+                self.note(f"{about.name}: {name} gives another answer", about.sizes)
+            return True
 
-            self.attempt(f"{where}: {name}", timed)
-        best = min(times, key=times.get, default=None)
-        row = {"peers": times, "peer": best, "peer_us": times.get(best)}
-        return row | ({"peers_cold": cold_times, "peer_cold_us": min(cold_times.values(), default=None)} if cold else {})
+        return bool(self._attempt(about, name, judged))
 
-    def attempt(self, what: str, call: Call) -> Any:
+    def _times(self, about: _About, calls: Mapping[str, Call], count: int, turns: int = 1, flush: bool = False) -> dict[str, float]:
+        """Of each call that can be captured, microseconds."""
+        times: dict[str, list[float]] = {}
+        for _ in range(turns):
+            for name, call in calls.items():
+                time = self._attempt(about, name, functools.partial(micros, call, count, flush))
+                if time is not None:
+                    times.setdefault(name, []).append(time)
+        return {name: statistics.median(each) for name, each in times.items()}
+
+    def _attempt(self, about: _About, name: str, call: Call) -> Any:
         """What the call returns, or None and a note of why it did not run."""
         try:
             return call()
         except FAILURES as error:
-            self.notes.append(f"{what} did not run: {type(error).__name__} {(str(error).strip().splitlines() or [''])[0][:140]}")
+            reason = f"{type(error).__name__} {(str(error).strip().splitlines() or [''])[0][:140]}"
+            self.note(f"{about.name}: {name} did not run: {reason}", about.sizes)
             return None
+
+
+class _About:
+    """A row in words: what it is of, and its sizes."""
+
+    def __init__(self, plugin: str, shape: Mapping[str, Any]) -> None:
+        self.name = " ".join([plugin, *(value for value in shape.values() if isinstance(value, str))])
+        self.sizes = " x ".join(str(value) for value in shape.values() if not isinstance(value, str))
+
+
+def _losses(row: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """By how much ours is behind, and why; nothing where it is not."""
+    others = row["peers"] | {name: row[f"{name}_us"] for name in ("eager", "compile") if f"{name}_us" in row}
+    fastest = min(others, key=others.__getitem__)
+    lost: dict[str, Any] = {}
+    if (behind := _behind(row["ours_us"], others[fastest])) >= LEAST_LOSS:
+        lost |= {"loses": behind, "loses_to": fastest}
+    if row.get("peer_cold_us") and (behind := _behind(row["cold_us"], row["peer_cold_us"])) >= LEAST_LOSS:
+        lost["loses_cold"] = behind
+    return lost | {"why": why} if lost and why else lost
+
+
+def _behind(ours: float, other: float) -> float:
+    return round((ours / other - 1) * 100, 1)
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile of a function for any sizes: compiled once for 1 and once for more, as that takes seconds."""
+    return torch.compile(function, dynamic=True)
 
 
 def micros(call: Call, calls: int = IN_A_GRAPH, flush: bool = False) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from plugins.bench import Bench, Call, relative
+from plugins.bench import Bench, Call, compiled, relative
 from plugins.fused_qkv_a import op, reference
 from plugins.router_gemm import op as gemm
 
@@ -60,7 +60,12 @@ def _peers(x: Tensor, weight: Tensor) -> dict[str, Call]:
         torch.ops.sgl_kernel.dsv3_fused_a_gemm(out, x, weight.t())
         return out
 
-    return {"cublas": lambda: linear(x, weight), "trtllm": trtllm, "sgl": sgl}
+    def vllm() -> Tensor:
+        torch.ops._C.dsv3_fused_a_gemm(out, x, weight.t())
+        return out
+
+    small = {"trtllm": trtllm, "sgl": sgl, "vllm": vllm} if len(x) <= 16 else {}
+    return {"cublas": lambda: linear(x, weight)} | small
 
 
 def _inputs(tokens: int, fp8: bool) -> tuple[Tensor, ...]:
@@ -78,7 +83,6 @@ def _tail(bench: Bench, qkv: Tensor, fp8: bool) -> dict[str, Any]:
     *fixed, cache = inputs
     wanted_cache = cache.clone()
     wanted = reference.tail(qkv, *fixed, wanted_cache, 1.0, EPS)
-    compiled = torch.compile(_eager_tail, dynamic=False)
 
     def error() -> float:
         return max(relative(q_a, wanted), relative(cache, wanted_cache))
@@ -90,7 +94,7 @@ def _tail(bench: Bench, qkv: Tensor, fp8: bool) -> dict[str, Any]:
         lambda overlap: op.launch(qkv, *inputs, q_a, 1.0, EPS, overlap),
         error=error,
         eager=lambda: _eager_tail(qkv, *inputs),
-        compiled=None if fp8 else lambda: compiled(qkv, *inputs),
+        compiled=None if fp8 else lambda: compiled(_eager_tail)(qkv, *inputs),
         peers={},
         right=lambda _: True,
         moved=(qkv.numel() + q_a.numel()) * 2 + len(qkv) * (row_bytes + ROPE * 4 + 12),
@@ -128,6 +132,7 @@ def _both(bench: Bench, x: Tensor, weight: Tensor) -> dict[str, Any]:
         ours,
         error=lambda: relative(q_a, wanted),
         eager=lambda: _eager_tail(linear(x, weight), *inputs),
+        compiled=lambda: compiled(_eager_tail)(linear(x, weight), *inputs),
         peers={},
         right=lambda _: True,
         moved=moved,

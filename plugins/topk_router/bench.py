@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.bench import Bench, Call
+from plugins.bench import Bench, Call, compiled
 from plugins.topk_router import op
 from plugins.topk_router.reference import route
 
@@ -20,12 +20,17 @@ CONFIGS = {
     "glm_4.5": (160, 1, 1, 8, 2.5),
 }
 TOKENS = (1, 8, 64, 256, 1024, 4096, 16384)
+OTHERS_TOKENS = (1, 256, 4096)
+"""Of the other models."""
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     """Configurations and batches."""
-    for name in list(CONFIGS)[:1] if bench.quick else CONFIGS:
-        for tokens in TOKENS:
+    first, *others = CONFIGS
+    for tokens in TOKENS:
+        yield _row(bench, first, tokens)
+    for name in () if bench.quick else others:
+        for tokens in OTHERS_TOKENS:
             yield _row(bench, name, tokens)
 
 
@@ -45,15 +50,13 @@ def _row(bench: Bench, name: str, tokens: int) -> dict[str, Any]:
     def error() -> float:
         return float((dense(*out) - dense(weights, indices))[~wrong(out)].abs().max() / weights.abs().max())
 
-    compiled = torch.compile(route, dynamic=False)
-    first = name == next(iter(CONFIGS))
     row = bench.row(
         "topk_router",
         {"model": name, "tokens": tokens},
         lambda overlap: op.launch(logits, bias, *out, *config, overlap=overlap),
         error=error,
         eager=lambda: route(logits, bias, *config),
-        compiled=(lambda: compiled(logits, bias, *config)) if first else None,
+        compiled=lambda: compiled(route)(logits, bias, *config),
         peers=_peers(logits, bias, *config),
         right=lambda found: not bool(wrong(found).any()),
         moved=logits.numel() * 4 + weights.numel() * 8,
