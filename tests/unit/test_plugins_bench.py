@@ -49,6 +49,33 @@ def test_a_loss_is_against_the_fastest_of_all_others() -> None:
     assert _losses(ROW | {"ours_us": 1.0, "cold_us": 12.0, "peer_cold_us": 10.0}, "") == {"loses_cold": 20.0}
 
 
+def test_a_row_has_every_time_and_the_best_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(call: Any, calls: int = 20, flush: bool = False) -> float:
+        return call() + 100 * flush
+
+    def refuses() -> float:
+        raise RuntimeError("not this chip\nand more")
+
+    monkeypatch.setattr(Bench, "__post_init__", lambda self: None)
+    monkeypatch.setattr("plugins.bench.micros", timed)
+    bench = Bench(quick=False, bandwidth=1e12, read_bandwidth=2e12, flops=1e15, floor_us=1.0)
+    peers = {"slow": lambda: 9.0, "fast": lambda: 5.0, "refuses": refuses}
+    for tokens in (1, 8):
+        row = bench.row(
+            "kernel", {"model": "r1", "tokens": tokens}, lambda overlap: 5.5 if overlap else 6.0, error=lambda: 1e-3,
+            eager=lambda: 50.0, compiled=lambda: 20.0, peers=peers, right=lambda found: found < 9, moved=3_000_000, read=4_000_000,
+            flops=10**9, cold=True, why="its tiles",
+        )  # fmt: skip
+    assert row == {
+        "plugin": "kernel", "model": "r1", "tokens": 8, "error": 1e-3, "ours_us": 6.0, "overlap_us": 5.5, "cold_us": 106.0,
+        "eager_us": 50.0, "compile_us": 20.0, "peers": {"slow": 9.0, "fast": 5.0}, "peer": "fast", "peer_us": 5.0,
+        "peers_cold": {"slow": 109.0, "fast": 105.0}, "peer_cold_us": 105.0, "loses": 20.0, "loses_to": "fast", "loses_cold": 1.0,
+        "why": "its tiles", "floor_us": 1.0, "limit_us": 6.0,
+    }  # fmt: skip
+    refused = "kernel r1: refuses did not run: RuntimeError not this chip (1, 8)"
+    assert bench.notes == [refused, "kernel r1: slow gives another answer (1, 8)"]
+
+
 def test_a_note_is_made_once_for_all_sizes() -> None:
     bench = Bench.__new__(Bench)
     bench.noted = {}
