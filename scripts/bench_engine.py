@@ -71,18 +71,20 @@ def measure(folder: Path, beside: Path | None, seconds: float) -> dict[str, Any]
     torch.set_num_threads(engine.threads)
     arch = Arch.from_dir(CHECKPOINT)
     prompt = torch.randint(3, arch.vocab_size, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
-    decoders = {"ours": engine.step, "eager": step_eager(folder, engine.info)}
+    decoders, size = {"ours": engine.step, "eager": step_eager(folder, engine.info)}, engine.info["page_size"]
     if beside:
         decoders["beside"] = CompiledEngine.load(beside).step
     peer = load_transformers(engine.device, getattr(torch, engine.info["dtype"]))
-    texts = {name: greedy(step, prompt) for name, step in decoders.items()} | {"transformers": greedy_transformers(peer, prompt)}
+    texts = {name: greedy(step, prompt, size) for name, step in decoders.items()}
+    texts["transformers"] = greedy_transformers(peer, prompt)
     agreement = statistics.mean(len(set(tokens)) == 1 for tokens in zip(*texts.values(), strict=True))
     if agreement < 1 and engine.info["dtype"] == "float32":
         sys.exit(f"the greedy tokens differ, so no speed is reported: {texts}")
     bandwidth = read_bandwidth(engine.device)
     rows = []
     for batch in sorted({1, 8, engine.info["max_batch_size"]}):
-        timed = {f"{name}_us": time_step(decode_of(step, prompt, batch), engine.device, seconds) for name, step in decoders.items()}
+        calls = {name: decode_of(step, prompt, batch, size) for name, step in decoders.items()}
+        timed = {f"{name}_us": time_step(call, engine.device, seconds) for name, call in calls.items()}
         timed["transformers_us"] = time_step(decode_transformers(peer, prompt, batch), engine.device, seconds)
         rows.append({"batch": batch, **timed, "limit_us": 1e6 * step_bytes(arch, engine.info, batch) / bandwidth})
     return {"rows": rows, "read_bandwidth": bandwidth, "context": CONTEXT, "greedy_agreement": agreement, **environment(engine)}
@@ -101,15 +103,15 @@ def step_eager(folder: Path, info: dict[str, Any]) -> Step:
     return step
 
 
-def page_table(batch: int, length: int, page_size: int = 32) -> Tensor:
+def page_table(batch: int, length: int, page_size: int) -> Tensor:
     """[B, P] of pages of their own; page 0 is scratch."""
     each = -(-length // page_size)
     return 1 + torch.arange(batch * each).view(batch, each)
 
 
-def greedy(step: Step, prompt: Tensor) -> list[int]:
+def greedy(step: Step, prompt: Tensor, size: int) -> list[int]:
     """The first tokens after the prompt."""
-    pages, tokens = page_table(1, CONTEXT + CHECKED), []
+    pages, tokens = page_table(1, CONTEXT + CHECKED, size), []
     logits = step(prompt, torch.arange(CONTEXT)[None], pages)
     for position in range(CONTEXT, CONTEXT + CHECKED):
         tokens.append(int(logits.argmax()))
@@ -117,9 +119,9 @@ def greedy(step: Step, prompt: Tensor) -> list[int]:
     return tokens
 
 
-def decode_of(step: Step, prompt: Tensor, batch: int) -> Callable[[], object]:
+def decode_of(step: Step, prompt: Tensor, batch: int, size: int) -> Callable[[], object]:
     """One decode step of `batch` rows after the prompt."""
-    pages = page_table(batch, CONTEXT + 1)
+    pages = page_table(batch, CONTEXT + 1, size)
     for row in range(batch):
         step(prompt, torch.arange(CONTEXT)[None], pages[row : row + 1])
     tokens, positions = prompt[:, :1].expand(batch, 1).clone(), torch.full((batch, 1), CONTEXT)

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Builds torch engines for this GPU in bfloat16, with plugins off and auto, checks both, compares their text, and times them.
+"""Builds torch engines for this GPU in bfloat16, with plugins off and auto, checks them against float32, and times them.
 
-    python scripts/check_engine_cuda.py [--only tiny|wide] [--out FOLDER] [--json FILE]
+    python scripts/check_engine_cuda.py [--only tiny|wide|fp4] [--part build|check|time] [--out FOLDER] [--json FILE]
 
-tiny is the embedded model; its text is checked against the float32 reference. wide has DeepSeek-R1's widths (256 experts in FP8,
-128 heads), a dense layer and a MoE layer, and random weights made here: 13 GB, or 25 with plugins off, which keep experts in
-BF16. Its routes and words are near ties, so rounding alone changes some: the line "off, not compiled" says how many.
-It needs torch, numpy, ml_dtypes, safetensors and a C++ compiler, and no configuration. Exit code 1: a check failed.
-Where torch carries an older C++ library than the compiler, loading a package ends in a segmentation fault; so the
-script starts itself again with the compiler's library preloaded.
+    tiny  the embedded model, from its checkpoint, with the settings that an engine has by itself
+    wide  DeepSeek-R1's widths (256 experts in FP8, 128 heads), a dense layer and a MoE layer, random weights (`_wide.py`): 13 GB,
+          or 25 with plugins off, which keep experts in BF16
+    fp4   the same with 64 experts in NVFP4, with plugins alone; beside it stands the graph without them, not compiled
+
+`_tokens.py` says when an engine's words are right; each other word is printed with the proof. It needs torch, numpy, ml_dtypes,
+safetensors, tokenizers and a C++ compiler, and no configuration. Exit code 1: a check failed. Without --part all three are done;
+--part check and time take what --part build has left in --out. Where torch carries an older C++ library than the compiler,
+loading a package ends in a segmentation fault; so the script starts itself again with the compiler's library preloaded.
 """
 
 from __future__ import annotations
@@ -21,9 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,22 +35,22 @@ sys.path[:0] = [str(ROOT), str(ROOT / "triton_repo" / "torch" / "1")]
 from scripts._options import result_file  # noqa: E402
 
 TINY_R1 = ROOT / "pipeline" / "data" / "tiny_r1"
-COMMON = {"device": "cuda", "dtype": "bfloat16", "compiler": "aoti", "expanded_from": 256, "prefill_chunk": 512, "threads": 0}
-SETTINGS = {
-    "tiny": COMMON | {"max_batch_size": 64, "max_seq_len": 1024, "page_size": 32},
-    "wide": COMMON | {"max_batch_size": 128, "max_seq_len": 4096, "page_size": 64},
-}
-WIDE = {
-    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_attention_heads": 128, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "num_hidden_layers": 2,
-    "max_position_embeddings": 4096,
+COMMON = {
+    "device": "cuda", "dtype": "bfloat16", "compiler": "aoti", "expanded_from": None, "page_size": 64, "prefill_chunk": 512,
+    "threads": 0,
 }  # fmt: skip
-PLUGINS = ("off", "auto")
-CACHE = "R1_PIPELINE_CACHE"
-TOKENS = 64
-MIN_TOP1, MAX_ERROR = 0.95, 0.10
-"""Against the float32 reference: share of equal next tokens, and relative error of the logits, of bfloat16. Against plugins=off
-errors may be larger by what rounding alone makes of them."""
+SETTINGS = {
+    "tiny": COMMON | {"max_batch_size": 64, "max_seq_len": 1024},
+    "wide": COMMON | {"max_batch_size": 128, "max_seq_len": 4096},
+    "fp4": COMMON | {"max_batch_size": 64, "max_seq_len": 1024},
+}
+VARIANTS = {"tiny": ("off", "auto"), "wide": ("off", "auto"), "fp4": ("auto",)}
+EXPERTS = {"wide": ("fp8_block", 256), "fp4": ("w4a16_nvfp4", 64)}
+"""Format and number of the experts of random models."""
+PARTS, CACHE = ("build", "check", "time"), "R1_PIPELINE_CACHE"
+TOKENS, PROMPTS = 64, (1, 70, 300, 700)
+MAX_ERROR = 0.10
+"""Of logits: of BF16 without plugins against float32, and of a captured step against the same package called plainly."""
 
 
 def preload_cxx_library() -> None:
@@ -72,18 +73,19 @@ class Printer:
         print(text, flush=True)
 
 
-def main(models: list[str], out: Path, result: Path | None) -> int:
-    """Build all side by side, then check, compare and time each model's two; one JSON line a result."""
+def main(models: list[str], parts: list[str], out: Path, result: Path | None) -> int:
+    """Build all side by side, then check and time each model's; one JSON line a result."""
     import torch
 
     from plugins.timing import machine
 
     rows: list[dict[str, Any]] = []
-    built = build_all(models, out)
+    built = "build" not in parts or build_all(models, out)
     good = [built]
-    for model in models if built else ():
+    steps = [step for part, step in (("check", checked), ("time", timed)) if built and part in parts]
+    for model, step in ((model, step) for model in models for step in steps):
         with torch.inference_mode():
-            for row in measured(model, out / model):
+            for row in step(model, out / model):
                 good.append(row.pop("good", True))
                 rows.append({"model": model, **row})
                 print(json.dumps(rows[-1]), flush=True)
@@ -97,14 +99,14 @@ def main(models: list[str], out: Path, result: Path | None) -> int:
 def build_all(models: list[str], out: Path) -> bool:
     """Each in a process of its own; what an earlier run left in `out` is not built again."""
     began, running = time.perf_counter(), []
-    for model, plugins in ((model, plugins) for model in models for plugins in PLUGINS):
-        if not (out / model / plugins).is_dir():
-            command = [sys.executable, __file__, "--build", model, plugins, "--out", str(out)]
-            running.append((model, plugins, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)))
-    for model, plugins, process in running:
+    for engine in (f"{model}/{plugins}" for model in models for plugins in VARIANTS[model]):
+        if not (out / engine).is_dir():
+            command = [sys.executable, __file__, "--build", engine, "--out", str(out)]
+            running.append((engine, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)))
+    for engine, process in running:
         text = process.communicate()[0]
-        print(f"--- {model} plugins={plugins}, {time.perf_counter() - began:.0f} s\n{text[-6000:]}", flush=True)
-    return all(process.returncode == 0 for _, _, process in running)
+        print(f"--- {engine}, {time.perf_counter() - began:.0f} s\n{text[-6000:]}", flush=True)
+    return all(process.returncode == 0 for _, process in running)
 
 
 def build_one(model: str, plugins: str, out: Path) -> None:
@@ -112,7 +114,12 @@ def build_one(model: str, plugins: str, out: Path) -> None:
     settings: Any = SimpleNamespace(plugins=plugins, **SETTINGS[model])
     part = out / model / f".{plugins}"
     part.mkdir(parents=True)
-    {"tiny": build_tiny, "wide": build_wide}[model](settings, part)
+    if model == "tiny":
+        build_tiny(settings, part)
+    else:
+        from scripts._wide import build_wide
+
+        build_wide(settings, TINY_R1, part, *EXPERTS[model])
     part.rename(out / model / plugins)
 
 
@@ -125,165 +132,97 @@ def build_tiny(settings: Any, folder: Path) -> None:
     build(StageContext(config=config, inputs={"convert": TINY_R1}, checkpoint=TINY_R1, out=folder, progress=Printer()))
 
 
-def build_wide(settings: Any, folder: Path) -> None:
-    """The steps of a build, on weights that are written here instead of read from a checkpoint."""
-    from pipeline.core.jsonio import write_json
-    from pipeline.engines.torch import build, carry, choose
-    from pipeline.models.arch import Arch
-
-    choose.formats = lambda *_: {"routed_experts": {"fp8_block"}, "router": {"BF16"}}
-    info = build.describe(replace(Arch.from_dir(TINY_R1), **WIDE), settings, TINY_R1)
-    write_json(folder / "engine.json", info)
-    carry.carry(info["plugins"]["taken"], folder)
-    began = time.perf_counter()
-    write_random(info, folder / "weights.safetensors")
-    print(f"weights written in {time.perf_counter() - began:.0f} s", flush=True)
-    build.compile_forms(folder, info)
-    print(f"compiled after {time.perf_counter() - began:.0f} s", flush=True)
-    print(build.check(folder), f"after {time.perf_counter() - began:.0f} s")
-
-
-def write_random(info: dict[str, Any], path: Path) -> None:
-    """Weights that keep their inputs' size, the same whatever they are stored in."""
-    import ml_dtypes
-    import torch
-
-    from pipeline.checkpoint import ShardWriter
-    from pipeline.engines.torch.build import stored_as
-
-    numpy = {"F32": "float32", "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn}
-    plan = [(name, *kind) for name, kind in stored_as(info["weights"]).items()]
-    with ShardWriter(path, plan) as writer:
-        for name, kind, shape in plan:
-            value = random_weight(name, shape, getattr(torch, info["weights"][name][0]), info["arch"])
-            writer.write(name, value.contiguous().view(torch.uint8).flatten().cpu().numpy().view(numpy[kind]).reshape(shape))
-
-
-def random_weight(name: str, shape: tuple[int, ...], dtype: Any, arch: dict[str, Any]) -> Any:
-    """One weight on the GPU. Experts are E4M3 with a scale for each 128x128, also where they are asked for in BF16."""
-    import torch
-
-    from pipeline.models.arch import Arch
-
-    if name == "inv_freq":
-        return torch.tensor(Arch(**arch).inv_freq(), device="cuda")
-    module = name.rpartition(".")[0]
-    random = torch.Generator("cuda").manual_seed(zlib.crc32(module.encode()))
-    if len(shape) != 3 or module.endswith("kv_b"):
-        spread = 0.1 if name.endswith("bias") else shape[-1] ** -0.5
-        noise = torch.randn(shape, device="cuda", generator=random)
-        return (1 + noise * 0.05 if module.endswith("norm") else noise * spread).bfloat16().to(dtype)
-    if name.endswith("weight_scale_inv"):
-        return scales_of(shape, random)
-    blocks = (shape[0], shape[1] // 128, shape[2] // 128)
-    scales, out = scales_of(blocks, random), torch.empty(shape, dtype=dtype, device="cuda")
-    for expert in range(shape[0]):
-        codes = torch.randn(shape[1:], device="cuda", generator=random).mul_(64).to(torch.float8_e4m3fn)
-        wide = scales[expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
-        out[expert] = codes if dtype == torch.float8_e4m3fn else (codes.float() * wide).to(dtype)
-    return out
-
-
-def scales_of(shape: tuple[int, ...], random: Any) -> Any:
-    """F32, so that codes of magnitude 64 become weights of 1 / sqrt(columns)."""
-    import torch
-
-    return (0.5 + torch.rand(shape, device="cuda", generator=random)) * ((128 * shape[-1]) ** -0.5 / 64)
-
-
-def measured(model: str, out: Path) -> Any:
-    """All that is found about a model's two engines."""
-    from runtime import CompiledEngine
-
-    from pipeline.engines.torch import plugged  # noqa: F401  before an engine brings its own part of it
-
-    engines = {plugins: CompiledEngine.load(out / plugins) for plugins in PLUGINS}
+def checked(model: str, out: Path) -> Iterator[dict[str, Any]]:
+    """What must hold of a model's engines."""
+    engines = load(model, out)
     chosen = engines["auto"].info["plugins"]
-    yield {"taken": chosen["taken"], "left": chosen["left"], "experts": chosen["experts"]}
-    for plugins in PLUGINS:
+    yield {name: chosen[name] for name in ("taken", "left", "experts", "products")}
+    for plugins, engine in engines.items():
         size = sum(file.stat().st_size for file in (out / plugins).rglob("*") if file.is_file())
-        yield {"plugins": plugins, "bytes": size}
-        if model == "tiny":
-            yield from ({"plugins": plugins, **row} for row in check_text(engines[plugins]))
-        yield from ({"plugins": plugins, **row} for row in check_graphs(engines[plugins]))
-    rounding = list(compare(engines["off"], Eager(out / "off", []), "off, not compiled"))
-    yield from rounding
-    others = {"auto": engines["auto"]}
-    if set(chosen["taken"]) - {"moe_grouped_gemm"}:
-        others["auto, experts in BF16, not compiled"] = Eager(out / "off", chosen["taken"])
-    for name, other in others.items():
-        for row, least in zip(compare(engines["off"], other, name), rounding, strict=True):
-            yield row | {"good": row["error_against_off"] < MAX_ERROR + least["error_against_off"]}
-    for rows in (1, 8, 64, 128):
-        if rows <= engines["off"].info["max_batch_size"]:
-            yield timed(engines, rows)
-    yield prefill_timed(engines)
+        yield {"plugins": plugins, "bytes": size, "expanded_from": engine.info["expanded_from"]}
+        yield from ({"plugins": plugins, **row} for row in check_graphs(engine))
+    yield from check_tokens(model, out, engines)
     carried, compiled = (len(list(folder.glob("kernels/*"))) for folder in (out / "auto" / "ops", Path(os.environ[CACHE])))
     yield {"kernels_carried": carried, "kernels_compiled_while_serving": compiled, "good": not compiled}
 
 
-class Eager:
-    """The graph with these plugins on the weights of an engine without: BF16 experts, as plain products."""
-
-    def __init__(self, folder: Path, plugins: list[str]) -> None:
-        import torch
-        from safetensors.torch import load_file
-
-        from pipeline.engines.torch.export import new_caches
-        from pipeline.engines.torch.graph import Decoder
-        from pipeline.engines.torch.plugged import ops
-        from pipeline.models.arch import Arch
-
-        self.info = json.loads((folder / "engine.json").read_text(encoding="utf-8"))
-        table = ops({"taken": [name for name in plugins if name != "moe_grouped_gemm"], "experts": None})
-        weights = load_file(folder / "weights.safetensors", device="cuda")
-        kinds = {name: table.router_dtype if name.endswith("router.weight") else value.dtype for name, value in weights.items()}
-        weights = {name: value.to(kinds[name]) for name, value in weights.items()}
-        self.decoders, self.caches = {}, new_caches(self.info)
-        for form in self.info["forms"]:
-            with torch.device("meta"):
-                module = Decoder(Arch(**self.info["arch"]), form, self.info["page_size"], torch.bfloat16, table)
-            module.load_state_dict(weights, strict=True, assign=True)
-            self.decoders[form] = module
-
-    def step(self, tokens: Any, positions: Any, pages: Any) -> Any:
-        """As the runtime's."""
-        form = "expanded" if tokens.shape[1] >= self.info["expanded_from"] else "absorbed"
-        return self.decoders[form](*(value.cuda() for value in (tokens, positions, pages)), self.caches)
+def timed(model: str, out: Path) -> Iterator[dict[str, Any]]:
+    """Decode and prefill of a model's engines."""
+    engines = load(model, out)
+    for rows in (1, 8, 64, 128):
+        if rows <= engines["auto"].info["max_batch_size"]:
+            yield decode_timed(engines, rows)
+    yield prefill_timed(engines)
 
 
-def check_text(engine: Any) -> Any:
-    """Greedy text against the float32 reference, which is asked for its choice after the engine's own words."""
+def load(model: str, out: Path) -> dict[str, Any]:
+    """Its engines by what `plugins` was."""
+    from runtime import CompiledEngine
+
+    from pipeline.engines.torch import plugged  # noqa: F401  before an engine brings its own part of it
+
+    return {plugins: CompiledEngine.load(out / plugins) for plugins in VARIANTS[model]}
+
+
+def check_tokens(model: str, out: Path, engines: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every engine's logits along the words that the one without plugins writes, judged by float32's (`_tokens`)."""
+    import torch
+
+    from scripts._eager import Eager, dequantized, without_experts
+    from scripts._tokens import judge, ties
+
+    info, texts = engines["auto"].info, prompts(model)
+    weights = dequantized(out / VARIANTS[model][0], torch.bfloat16)
+    plain = Eager(info, weights)
+    reference = engines.get("off", plain)
+    written = [write(reference, prompt) for prompt in texts]
+    others = {"off, not compiled": plain, **engines}
+    if info["plugins"]["experts"] == "fp8_block" and info["plugins"]["taken"] != ["moe_grouped_gemm"]:
+        others["auto, experts in BF16, not compiled"] = Eager(info, weights, without_experts(info))
+    logits = {
+        name: torch.cat([write(other, prompt, words)[1] for prompt, (words, _) in zip(texts, written, strict=True)])
+        for name, other in others.items()
+    }
+    del others, plain, weights, reference
+    torch.cuda.empty_cache()
+    wanted, least = float32(model, out, texts, [words for words, _ in written]), torch.cat([rows for _, rows in written])
+    for name, found in logits.items():
+        row = judge(wanted, least, found, fp8=name == "auto" and info["plugins"]["experts"] == "fp8_block")
+        if name == "off":
+            row["good"] = row["error"] <= MAX_ERROR
+        yield {"plugins": name, **row}
+        yield from ({"plugins": name, "other_word": proof} for proof in ties(wanted, least, found))
+
+
+def prompts(model: str) -> list[Any]:
+    """Random words; of the embedded model, which was trained, also beginnings of the text that it was not trained on."""
+    import torch
+
+    random = [torch.randint(3, 1024, (length,), generator=torch.Generator().manual_seed(length)) for length in PROMPTS]
+    if model != "tiny":
+        return random
+    from tokenizers import Tokenizer
+
+    text = (TINY_R1 / "heldout.txt").read_text(encoding="utf-8")[:20000]
+    words = torch.tensor(Tokenizer.from_file(str(TINY_R1 / "tokenizer.json")).encode(text).ids)
+    return [*random, *(words[1000 : 1000 + length] for length in PROMPTS)]
+
+
+def float32(model: str, out: Path, texts: list[Any], words: list[list[int]]) -> Any:
+    """Logits [N, V] behind each prompt and each of its words but the last: of the checkpoint, or of the random weights."""
     import torch
 
     from pipeline.checkpoint import dequantized
     from pipeline.models.arch import Arch
     from pipeline.models.deepseek_v3 import build
+    from scripts._eager import exact
 
+    if model != "tiny":
+        graph = exact(out / "auto")
+        return torch.cat([write(graph, prompt, text)[1] for prompt, text in zip(texts, words, strict=True)])
     reference = build(Arch.from_dir(TINY_R1), {name: torch.from_numpy(value) for name, value in dequantized(TINY_R1)}).cuda()
-    for length in (1, 255, 256, 257, 700):
-        prompt = torch.randint(3, engine.info["vocab_size"], (length,), generator=torch.Generator().manual_seed(length))
-        text, logits = write(engine, prompt)
-        expected = reference(torch.cat([prompt, torch.tensor(text[:-1])])[None].cuda())[0, -TOKENS:].cpu()
-        top1 = (expected.argmax(-1) == torch.tensor(text)).float().mean().item()
-        error = relative(logits, expected)
-        good = top1 >= MIN_TOP1 and error <= MAX_ERROR
-        yield {"prompt": length, "top1": round(top1, 4), "relative_error": round(error, 4), "good": good}
-
-
-def compare(plain: Any, other: Any, name: str) -> Any:
-    """Greedy text of plugins=off, what the other would have said at each of its words, and how sure off was where they differ."""
-    import torch
-
-    for length in (1, 70, 300, 700):
-        prompt = torch.randint(3, 1024, (length,), generator=torch.Generator().manual_seed(length))
-        text, off = write(plain, prompt)
-        found = write(other, prompt, text)[1]
-        differ, best = off.argmax(-1) != found.argmax(-1), off.topk(2).values
-        margin = float(((best[:, 0] - best[:, 1]) / off.std(-1))[differ].max()) if differ.any() else 0.0
-        error = relative(found, off)
-        row = {"prompt": length, "equal_tokens": TOKENS - int(differ.sum()), "of": TOKENS, "margin_of_others": round(margin, 4)}
-        yield {"plugins": name, **row, "error_against_off": round(error, 5)}
+    whole = [torch.cat([prompt, torch.tensor(text[:-1])])[None].cuda() for prompt, text in zip(texts, words, strict=True)]
+    return torch.cat([reference(ids)[0, -TOKENS:].cpu() for ids in whole])
 
 
 def write(engine: Any, prompt: Any, words: list[int] | None = None) -> tuple[list[int], Any]:
@@ -306,6 +245,8 @@ def write(engine: Any, prompt: Any, words: list[int] | None = None) -> tuple[lis
 
 def check_graphs(engine: Any) -> Any:
     """A replayed decode step against the same package called plainly; batch 5 is padded to 8."""
+    from scripts._tokens import relative
+
     for rows in (1, 5, 64):
         inputs = decode_inputs(engine, rows, 128)
         plain = engine.forms["absorbed"]([*(value.cuda() for value in inputs), *engine.caches])
@@ -323,9 +264,9 @@ def decode_inputs(engine: Any, rows: int, context: int) -> list[Any]:
     return [tokens, torch.full((rows, 1), context - 1), table]
 
 
-def timed(engines: dict[str, Any], rows: int) -> dict[str, Any]:
+def decode_timed(engines: dict[str, Any], rows: int) -> dict[str, Any]:
     """Microseconds of a decode step over the longest context: its CUDA graph alone, `step` with it, and the package uncaptured."""
-    row: dict[str, Any] = {"rows": rows, "context": engines["off"].info["max_seq_len"]}
+    row: dict[str, Any] = {"rows": rows, "context": engines["auto"].info["max_seq_len"]}
     for plugins, engine in engines.items():
         inputs = decode_inputs(engine, rows, row["context"])
         there = [value.cuda() for value in inputs]
@@ -333,7 +274,7 @@ def timed(engines: dict[str, Any], rows: int) -> dict[str, Any]:
         row[f"{plugins}_graph_us"] = median(engine._graphs[rows].graph.replay)
         call = engine.forms["absorbed"]
         row[f"{plugins}_package_us"] = median(lambda call=call, there=there, engine=engine: call([*there, *engine.caches]), 20)
-    return row | {"gain": round(row["off_graph_us"] / row["auto_graph_us"], 3)}
+    return row | gain(row, "graph_us")
 
 
 def prefill_timed(engines: dict[str, Any]) -> dict[str, Any]:
@@ -346,12 +287,12 @@ def prefill_timed(engines: dict[str, Any]) -> dict[str, Any]:
         pages = torch.arange(1, 1 + -(-2 * chunk // size))[None]
         inputs = torch.arange(3, 3 + chunk)[None] % engine.info["vocab_size"], torch.arange(chunk, 2 * chunk)[None], pages
         row[f"{plugins}_prefill_ms"] = round(median(lambda engine=engine, inputs=inputs: engine.step(*inputs), 20) / 1e3, 3)
-    return {"chunk": chunk, **row, "gain": round(row["off_prefill_ms"] / row["auto_prefill_ms"], 3)}
+    return {"chunk": chunk, **row} | gain(row, "prefill_ms")
 
 
-def relative(found: Any, wanted: Any) -> float:
-    """Norm of the difference over the norm."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+def gain(row: dict[str, Any], name: str) -> dict[str, float]:
+    """Of plugins, where there is an engine without."""
+    return {"gain": round(row[f"off_{name}"] / row[f"auto_{name}"], 3)} if f"off_{name}" in row else {}
 
 
 def median(call: Callable[[], Any], count: int = 60) -> float:
@@ -371,14 +312,16 @@ def median(call: Callable[[], Any], count: int = 60) -> float:
 if __name__ == "__main__":
     preload_cxx_library()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SETTINGS, help="one of the two models")
+    parser.add_argument("--only", choices=SETTINGS, help="one of the models")
+    parser.add_argument("--part", choices=PARTS, help="one of the parts")
     parser.add_argument("--out", type=Path, help="keep the engines here")
     parser.add_argument("--json", type=result_file, help="write the lines here")
-    parser.add_argument("--build", nargs=2, metavar=("MODEL", "PLUGINS"), help="one engine, which a run starts by itself")
+    parser.add_argument("--build", metavar="MODEL/PLUGINS", help="one engine, which a run starts by itself")
     options = parser.parse_args()
     if options.build:
-        sys.exit(build_one(*options.build, options.out))
+        sys.exit(build_one(*options.build.split("/"), options.out))
     models = [options.only] if options.only else list(SETTINGS)
+    parts = [options.part] if options.part else list(PARTS)
     with tempfile.TemporaryDirectory() as scratch:
         os.environ[CACHE] = str(Path(scratch) / "cache")
-        sys.exit(main(models, options.out or Path(scratch), options.json))
+        sys.exit(main(models, parts, options.out or Path(scratch), options.json))

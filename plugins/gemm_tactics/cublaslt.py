@@ -22,8 +22,10 @@ Algorithm = tuple[int, ...]
 """cublasLtMatmulAlgo_t: eight 64-bit words"""
 WORKSPACE = 32 << 20
 COMPUTE_32F, R_32F, R_16BF, OP_T = 68, 0, 14, 1
-TRANSPOSE_A, MAX_WORKSPACE = 3, 1
-"""CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES"""
+TRANSPOSE_A, MAX_WORKSPACE, REDUCTION_SCHEMES = 3, 1, 3
+"""CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES and _REDUCTION_SCHEME_MASK"""
+IN_COMPUTE_TYPE = 2
+"""CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: what is split over K is summed in float32, not in BF16."""
 
 
 class _Candidate(ctypes.Structure):
@@ -48,9 +50,10 @@ def version() -> int:
 def candidates(tokens: int, out: int, hidden: int, most: int) -> list[Algorithm]:
     """Algorithms for a shape that the library holds to be good, best first."""
     found, count = (_Candidate * most)(), ctypes.c_int()
-    preference, room = ctypes.c_void_p(), ctypes.c_size_t(WORKSPACE)
+    preference = ctypes.c_void_p()
     _ok(_library().cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
-    _ok(_library().cublasLtMatmulPreferenceSetAttribute(preference, MAX_WORKSPACE, ctypes.byref(room), ctypes.sizeof(room)))
+    for name, value in ((MAX_WORKSPACE, ctypes.c_size_t(WORKSPACE)), (REDUCTION_SCHEMES, ctypes.c_uint32(IN_COMPUTE_TYPE))):
+        _ok(_library().cublasLtMatmulPreferenceSetAttribute(preference, name, ctypes.byref(value), ctypes.sizeof(value)))
     operation, (a, b, d) = _operation(), _layouts(tokens, out, hidden)
     shape = operation, a, b, d, d, preference
     code = _library().cublasLtMatmulAlgoGetHeuristic(_handle(), *shape, most, found, ctypes.byref(count))

@@ -2,9 +2,10 @@
 
     python -m plugins.gemm_tactics.tactics FILE [--quick]      # on the GPU; R1's products at decoding batches
 
-The library's own choice (its first candidate) is timed among `CANDIDATES`, each checked against float32 first; what is kept is
-faster than it by more than the spread of a measurement. A file is used on the device and with the library version that it names;
-anywhere else, and for other shapes, torch's product is taken.
+The library's own choice (its first candidate) and torch's product are timed beside `CANDIDATES`, each checked against float32
+first; what is kept is faster than torch's by more than the spread of a measurement. Weights come from memory, not from the L2, as
+a layer's do when its turn comes. A file is used on the device and with the library version that it names; anywhere else, and for
+other shapes, torch's product is taken. Tokens are the sizes of decode batches that engines capture.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from plugins.gemm_tactics import cublaslt
 from plugins.timing import graph_seconds, machine
 
-__all__ = ["FILE", "SHAPES", "find", "search"]
+__all__ = ["FILE", "SHAPES", "find", "library", "products", "search"]
 
-FILE = Path(__file__).with_name("tactics.json")
+FILE, VERSION = Path(__file__).with_name("tactics.json"), 1
 SHAPES = {
     "qkv_a": (2112, 7168),
     "q_b": (24576, 1536),
@@ -35,7 +37,9 @@ SHAPES = {
     "lm_head": (129280, 7168),
 }
 """R1's products [O, K] beside experts and router."""
-TOKENS, QUICK_TOKENS = (1, 8, 32, 64, 128, 256), (1, 64)
+TOKENS, QUICK_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 64)
+COLD_BYTES = 256 << 20
+"""More than the L2 holds: weights that are read in turn."""
 CANDIDATES, FIRST, CALLS, REPLAYS = 24, 5, 4, 8
 """Candidates timed once; of those the best FIRST and the library's own again, with four times the replays."""
 SPREAD, MOST_ERROR = 0.02, 1e-2
@@ -44,23 +48,34 @@ SPREAD, MOST_ERROR = 0.02, 1e-2
 @functools.cache
 def find(tokens: int, out: int, hidden: int, device: str, version: int) -> cublaslt.Algorithm | None:
     """What was found for a shape on this device with this library, if anything."""
-    kept = _file(FILE)
-    if (kept["device"], kept["cublaslt"]) != (device, version):
-        return None
-    for row in kept["rows"]:
-        if (row["tokens"], row["out"], row["hidden"]) == (tokens, out, hidden) and row["algorithm"]:
+    for row in _rows_for(device, version):
+        if (row["tokens"], row["out"], row["hidden"]) == (tokens, out, hidden):
             return tuple(int(word, 16) for word in row["algorithm"])
     return None
 
 
+def products(device: str, version: int) -> set[tuple[int, int]]:
+    """Shapes [O, K] of weights for which there is anything."""
+    return {(row["out"], row["hidden"]) for row in _rows_for(device, version)}
+
+
+def library() -> tuple[str, int]:
+    """Device and version of cuBLASLt that the file is for."""
+    kept = _file(FILE)
+    return kept["device"], kept["cublaslt"]
+
+
 def search(tokens: int, out: int, hidden: int) -> dict[str, Any]:
-    """Times every candidate; `algorithm` is empty where the library's own choice is as good."""
+    """Times every candidate; `algorithm` is empty where torch's product is as good."""
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(out, hidden, device="cuda", dtype=torch.bfloat16).mul_(hidden**-0.5)
+    weights = [weight, *(weight.clone() for _ in range(COLD_BYTES // weight.nbytes))]
+    calls = weights * max(1, CALLS // len(weights))
     wanted, y = x.float() @ weight.float().t(), x.new_empty((tokens, out))
 
-    def seconds(algorithm: cublaslt.Algorithm, replays: int) -> float:
-        return graph_seconds([lambda: cublaslt.product(x, weight, y, algorithm)] * CALLS, replays)
+    def seconds(algorithm: cublaslt.Algorithm | None, replays: int) -> float:
+        chosen = linear if algorithm is None else functools.partial(cublaslt.product, out=y, algorithm=algorithm)
+        return graph_seconds([functools.partial(chosen, x, one) for one in calls], replays)
 
     def right(algorithm: cublaslt.Algorithm) -> bool:
         cublaslt.product(x, weight, y.fill_(torch.nan), algorithm)
@@ -68,12 +83,12 @@ def search(tokens: int, out: int, hidden: int) -> dict[str, Any]:
 
     found = [one for one in cublaslt.candidates(tokens, out, hidden, CANDIDATES) if right(one)]
     first = sorted(found, key=lambda one: seconds(one, REPLAYS))[:FIRST]
-    times = {one: seconds(one, 4 * REPLAYS) for one in dict.fromkeys((found[0], *first))}
-    best = min(times, key=times.__getitem__)
-    kept = best if times[best] < times[found[0]] * (1 - SPREAD) else found[0]
+    times = {one: seconds(one, 4 * REPLAYS) for one in (*dict.fromkeys((found[0], *first)), None)}
+    best = min(first, key=times.__getitem__)
+    kept = best if times[best] < times[None] * (1 - SPREAD) else None
     row = {"tokens": tokens, "out": out, "hidden": hidden, "candidates": len(found)}
-    row |= {"default_us": round(times[found[0]] * 1e6, 2), "us": round(times[kept] * 1e6, 2)}
-    return row | {"algorithm": [hex(word) for word in kept] if kept != found[0] else []}
+    row |= {name: round(times[one] * 1e6, 2) for name, one in (("default_us", found[0]), ("torch_us", None), ("us", kept))}
+    return row | {"algorithm": [hex(word) for word in kept or ()]}
 
 
 def _rows(quick: bool) -> Iterator[dict[str, Any]]:
@@ -82,8 +97,8 @@ def _rows(quick: bool) -> Iterator[dict[str, Any]]:
             row = {"name": name} | search(tokens, out, hidden)
             limit = 2 * (row["out"] + tokens) * hidden / 1e6  # MB, of the weights and x
             print(
-                f"{name:15s} {tokens:4d}  default {row['default_us']:8.2f} us  best {row['us']:8.2f} us"
-                f"  {row['default_us'] / row['us']:5.2f} x  {limit / row['us']:5.2f} TB/s",
+                f"{name:15s} {tokens:4d}  default {row['default_us']:8.2f} us  torch {row['torch_us']:8.2f}  best {row['us']:8.2f}"
+                f"  {row['torch_us'] / row['us']:5.2f} x  {limit / row['us']:5.2f} TB/s",
                 flush=True,
             )
             yield row
@@ -93,8 +108,14 @@ def _main(file: Path, quick: bool) -> None:
     rows: list[dict[str, Any]] = []
     for row in _rows(quick):
         rows.append(row)
-        kept = {"version": 1, "cublaslt": cublaslt.version(), **machine(), "rows": rows}
+        kept = {"version": VERSION, "cublaslt": cublaslt.version(), **machine(), "rows": rows}
         file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def _rows_for(device: str, version: int) -> list[dict[str, Any]]:
+    """Those with an algorithm, if the file is for this device and library."""
+    kept = _file(FILE)
+    return [row for row in kept["rows"] if row["algorithm"]] if (kept["version"], *library()) == (VERSION, device, version) else []
 
 
 @functools.cache

@@ -293,7 +293,7 @@ def test_toolchain_needs_no_torch() -> None:
 
 
 def plan_of(arch: Arch) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return build.stored_as(build.weight_table(arch, TorchEngineConfig(), {"taken": [], "experts": None}))
+    return build.stored_as(build.weight_table(arch, TorchEngineConfig(), {"taken": [], "experts": None, "products": []}))
 
 
 @pytest.mark.parametrize(

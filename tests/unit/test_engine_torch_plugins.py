@@ -37,6 +37,7 @@ from pipeline.stages.engine import STAGE  # noqa: E402
 from pipeline.triton.check import check_repository  # noqa: E402
 from pipeline.triton.layouts.torch import write_repository  # noqa: E402
 from plugins import nvrtc  # noqa: E402
+from plugins.gemm_tactics import tactics  # noqa: E402
 from tests._utils import random_checkpoint, serving  # noqa: E402
 from tests._utils.run_stage import Notes, convert, recipe  # noqa: E402
 
@@ -47,7 +48,7 @@ ARCH = Arch.from_dir(TINY_R1)
 TOKENIZER = Tokenizer.from_file(str(TINY_R1 / "tokenizer.json"))
 PAGE, PAGES, PROMPT, TOKENS = 32, 4, 70, 8
 ATTENTION = ["fused_qkv_a", "mla_absorb", "mla_decode", "mla_prefill", "router_gemm", "topk_router"]
-OFF: dict[str, Any] = {"taken": [], "left": {}, "experts": None}
+OFF: dict[str, Any] = {"taken": [], "left": {}, "experts": None, "products": []}
 R1 = replace(
     ARCH, hidden_size=7168, moe_intermediate_size=2048, num_attention_heads=128, q_lora_rank=1536, kv_lora_rank=512,
     n_routed_experts=256, num_experts_per_tok=8, n_group=8, topk_group=4,
@@ -190,12 +191,35 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
             return plain(*shape, device=device)
 
     monkeypatch.setattr(choose, "blank", blank)
+    monkeypatch.setattr(choose, "library", tactics.library)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
 
 def test_r1_takes_all_on_hopper(hopper) -> None:
     found = choose.choose(R1, TorchEngineConfig(device="cuda", dtype="bfloat16"), TINY_R1)
-    assert found == {"taken": sorted([*ATTENTION, "moe_grouped_gemm"]), "left": {}, "experts": "fp8_block"}
+    products = found.pop("products")
+    assert found == {"taken": sorted([*ATTENTION, "gemm_tactics", "moe_grouped_gemm"]), "left": {}, "experts": "fp8_block"}
+    assert [24576, 1536] in products and [R1.vocab_size, 7168] not in products
+    assert {tuple(shape) for shape in products} <= tactics.products(*tactics.library())
+
+
+@pytest.mark.parametrize(("here", "why"), [(("NVIDIA H200", 1), "with cuBLASLt 1"), (None, "no algorithm for a product")])
+def test_a_tactic_file_of_another_library_or_model_is_left(hopper, monkeypatch, here: tuple[str, int] | None, why: str) -> None:
+    monkeypatch.setattr(choose, "library", lambda: here or tactics.library())
+    found = choose.choose(R1 if here else ARCH, TorchEngineConfig(device="cuda", dtype="bfloat16"), TINY_R1)
+    assert why in found["left"]["gemm_tactics"] and found["products"] == []
+
+
+def test_products_of_the_tactic_file_are_those_of_its_op(small, folder) -> None:
+    """Decode calls it for the shapes that engine.json lists (here o of both layers, and the dense down), long chunks never."""
+    chosen = OFF | {"taken": ["gemm_tactics"], "products": [[ARCH.hidden_size, ARCH.intermediate_size]]}
+    inputs = torch.arange(5, 25)[None], torch.arange(20)[None], torch.tensor([[1]])
+    for form, calls in (("absorbed", 3), ("expanded", 0)):
+        module = decoder(small, folder, chosen, form)
+        with torch.inference_mode(), torch.profiler.profile() as profile:
+            logits = module(*inputs, caches(2))
+        assert sum(event.name == "r1_pipeline::tuned_linear" for event in profile.events()) == calls
+        assert torch.equal(logits, decoder(small, folder, OFF, form)(*inputs, caches(2)))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +246,7 @@ def test_what_is_not_taken_says_why(hopper, monkeypatch) -> None:
     assert notes.notes[0].startswith("plugins: ") and len(notes.notes) == 1 + len(found["left"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     newer = choose.choose(R1, replace(settings, page_size=64), TINY_R1)
-    assert newer["taken"] == ["fused_qkv_a", "router_gemm", "topk_router"] and newer["experts"] is None
+    assert newer["taken"] == ["fused_qkv_a", "gemm_tactics", "router_gemm", "topk_router"] and newer["experts"] is None
     assert all("sm_100" in why or "surrounds" in why for why in newer["left"].values())
     monkeypatch.setattr(choose, "formats", lambda *_: {"routed_experts": {"bf16"}, "router": {"F32"}})
     other = choose.choose(R1, settings, TINY_R1)["left"]

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["OPS", "PLUGINS", "carry", "code", "sources"]
 
 OPS = "ops"
-PLUGINS = ("fused_qkv_a", "mla_absorb", "mla_decode", "mla_prefill", "moe_grouped_gemm", "router_gemm", "topk_router")
+PLUGINS = (
+    "fused_qkv_a", "gemm_tactics", "mla_absorb", "mla_decode", "mla_prefill", "moe_grouped_gemm", "router_gemm", "topk_router",
+)  # fmt: skip
 """Folders of those that the graph can call; each has a rule in choose.py and its place in plugged.py."""
 DATA = (".cu", ".cuh", ".json")
-"""What plugins read beside modules."""
+"""What plugins read beside modules: kernels and tactic files."""
 
 
 def code(config: Config) -> tuple[str, ...]:

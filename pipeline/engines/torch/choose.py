@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import Checkpoint
+from pipeline.engines.torch.graph import Decoder, Linear
 from pipeline.engines.torch.plugged import EXPERTS
 from pipeline.models.arch import Arch
 from plugins.fused_qkv_a import op as fused_qkv_a
+from plugins.gemm_tactics import cublaslt, tactics
 from plugins.mla_decode import op as mla_decode
 from plugins.mla_prefill import op as mla_prefill
 from plugins.moe_grouped_gemm import launch as moe_grouped_gemm
@@ -30,15 +32,17 @@ __all__ = ["choose"]
 
 
 def choose(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str, Any]:
-    """engine.json's `plugins`: `taken`, `left` (name -> why) and `experts`, the format in which routed experts stay, if any."""
+    """engine.json's `plugins`: `taken`, `left` (name -> why), `experts`, the format in which routed experts stay, if any, and
+    `products`, the shapes [out, in] of weights that the tactic file is for."""
     if settings.plugins == "off" or settings.device == "cpu":
         why = "engine.torch.plugins=off." if settings.plugins == "off" else "Its kernels are for CUDA, this engine is for the CPU."
-        return {"taken": [], "left": dict.fromkeys(RULES, why), "experts": None}
+        return {"taken": [], "left": dict.fromkeys(RULES, why), "experts": None, "products": []}
     stored = formats(source, arch)
     reasons = {name: rule(arch, settings, stored) for name, rule in RULES.items()}
     taken = [name for name, why in reasons.items() if not why]
     experts = next(iter(stored["routed_experts"]), None) if "moe_grouped_gemm" in taken else None
-    return {"taken": taken, "left": {name: why for name, why in reasons.items() if why}, "experts": experts}
+    tuned = products(arch, settings) if "gemm_tactics" in taken else []
+    return {"taken": taken, "left": {name: why for name, why in reasons.items() if why}, "experts": experts, "products": tuned}
 
 
 def formats(source: Path, arch: Arch) -> dict[str, set[str]]:
@@ -65,6 +69,24 @@ def why_no_fused_qkv_a(arch: Arch, settings: TorchEngineConfig, stored: dict[str
         "Its kernel needs q_lora_rank and kv_lora_rank in multiples of 256 and qk_rope_head_dim of 8; "
         f"this model has {q}, {latent} and {rope}."
     )
+
+
+def products(arch: Arch, settings: TorchEngineConfig) -> list[list[int]]:
+    """Shapes of the model's weights for which there is an algorithm that this GPU's library knows."""
+    with torch.device("meta"):
+        parts = Decoder(arch, "absorbed", settings.page_size, torch.bfloat16).modules()
+    shapes = {tuple(part.weight.shape) for part in parts if isinstance(part, Linear)}
+    return [list(shape) for shape in sorted(shapes & tactics.products(*library()))]
+
+
+def why_no_gemm_tactics(arch: Arch, settings: TorchEngineConfig, stored: dict[str, set[str]]) -> str:
+    """The same."""
+    if products(arch, settings):
+        return ""
+    (device, version), here = tactics.library(), library()
+    if (device, version) != here:
+        return f"Its algorithms are for {device} with cuBLASLt {version}; here are {here[0]} with {here[1]}."
+    return "Its file has no algorithm for a product of this model's sizes: search them with python -m plugins.gemm_tactics.tactics."
 
 
 def why_no_mla_decode(arch: Arch, settings: TorchEngineConfig, stored: dict[str, set[str]]) -> str:
@@ -135,6 +157,11 @@ def why_no_topk_router(arch: Arch, settings: TorchEngineConfig, stored: dict[str
     )
 
 
+def library() -> tuple[str, int]:
+    """What an algorithm is for: this GPU and version of cuBLASLt."""
+    return torch.cuda.get_device_name(), cublaslt.version()
+
+
 def gpu() -> str:
     """sm_90"""
     major, minor = torch.cuda.get_device_capability()
@@ -143,6 +170,7 @@ def gpu() -> str:
 
 RULES: dict[str, Callable[[Arch, TorchEngineConfig, dict[str, set[str]]], str]] = {
     "fused_qkv_a": why_no_fused_qkv_a,
+    "gemm_tactics": why_no_gemm_tactics,
     "mla_absorb": why_no_mla_absorb,
     "mla_decode": why_no_mla_decode,
     "mla_prefill": why_no_mla_prefill,

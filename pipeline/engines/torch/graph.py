@@ -36,7 +36,7 @@ D = L + R, H hidden, E experts, K experts a token, I expert width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from pipeline.models.arch import Arch
 from plugins.topk_router.reference import route
 
-__all__ = ["FORMS", "PLAIN", "Attention", "Decoder", "Form", "Moe", "Ops", "Router", "Weight", "Where"]
+__all__ = ["FORMS", "PLAIN", "Attention", "Decoder", "Form", "Linear", "Moe", "Ops", "Router", "Weight", "Where"]
 
 Form = Literal["absorbed", "expanded"]
 FORMS: tuple[Form, ...] = ("absorbed", "expanded")
@@ -77,9 +77,13 @@ class Weight(nn.Module):
 class Linear(Weight):
     """[out, in], without bias."""
 
+    def __init__(self, *shape: int, dtype: torch.dtype, ops: Ops) -> None:
+        super().__init__(*shape, dtype=dtype)
+        self.product = ops.linear
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
-        return F.linear(x, self.weight)
+        return self.product(x, self.weight)
 
 
 class Norm(Weight):
@@ -109,12 +113,12 @@ class Attention(nn.Module):
         self.arch, self.ops = arch, ops or PLAIN
         self.attend = self.ops.absorbed if form == "absorbed" else self.ops.expanded
         heads = arch.num_attention_heads
-        self.qkv_a = Linear(arch.q_lora_rank + arch.latent_dim, arch.hidden_size, dtype=dtype)
+        self.qkv_a = Linear(arch.q_lora_rank + arch.latent_dim, arch.hidden_size, dtype=dtype, ops=self.ops)
         self.q_norm = Norm(arch.q_lora_rank, arch.rms_norm_eps, dtype)
         self.kv_norm = Norm(arch.kv_lora_rank, arch.rms_norm_eps, dtype)
-        self.q_b = Linear(heads * arch.qk_head_dim, arch.q_lora_rank, dtype=dtype)
+        self.q_b = Linear(heads * arch.qk_head_dim, arch.q_lora_rank, dtype=dtype, ops=self.ops)
         self.kv_b = Weight(heads, arch.qk_nope_head_dim + arch.v_head_dim, arch.kv_lora_rank, dtype=dtype)
-        self.o = Linear(arch.hidden_size, heads * arch.v_head_dim, dtype=dtype)
+        self.o = Linear(arch.hidden_size, heads * arch.v_head_dim, dtype=dtype, ops=self.ops)
 
     def forward(self, x: Tensor, cache: Tensor, at: Where) -> Tensor:
         """[B, T, H], cache [num_pages, page_size, D] -> [B, T, H]"""
@@ -163,10 +167,10 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, hidden: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, hidden: int, width: int, dtype: torch.dtype, ops: Ops) -> None:
         super().__init__()
-        self.gate_up = Linear(2 * width, hidden, dtype=dtype)
-        self.down = Linear(hidden, width, dtype=dtype)
+        self.gate_up = Linear(2 * width, hidden, dtype=dtype, ops=ops)
+        self.down = Linear(hidden, width, dtype=dtype, ops=ops)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, H] -> [N, H]"""
@@ -211,16 +215,16 @@ class Moe(nn.Module):
         self.router = Router(arch, ops)
         self.gate_up = self.ops.expert_weight(experts, 2 * width, hidden, dtype=dtype)
         self.down = self.ops.expert_weight(experts, hidden, width, dtype=dtype)
-        self.shared = Mlp(hidden, width * arch.n_shared_experts, dtype)
+        self.shared = Mlp(hidden, width * arch.n_shared_experts, dtype, self.ops)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, H] -> [N, H]"""
-        return self.ops.experts(self, x, *self.router(x)) + self.shared(x)
+        return self.ops.experts(self, x, *self.router(x))
 
     def mixed(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        """[N, H] and each token's experts [N, K] -> their weighted sum [N, H]"""
+        """[N, H] and each token's experts [N, K] -> their weighted sum, plus the shared one [N, H]"""
         y = self.routed(x, indices.flatten(), indices.shape[1]).unflatten(0, indices.shape)
-        return torch.sum(y * weights.unsqueeze(-1).to(y.dtype), dim=1)
+        return torch.sum(y * weights.unsqueeze(-1).to(y.dtype), dim=1) + self.shared(x)
 
     def routed(self, x: Tensor, expert: Tensor, per_token: int) -> Tensor:
         """[N, H] and the expert of each of the N*K (token, expert) pairs -> their outputs [N*K, H]"""
@@ -241,7 +245,7 @@ class Layer(nn.Module):
         self.attn = Attention(arch, form, dtype, ops)
         self.post_norm = Norm(arch.hidden_size, arch.rms_norm_eps, dtype)
         moe = arch.is_moe(number)
-        self.mlp = Moe(arch, dtype, ops) if moe else Mlp(arch.hidden_size, arch.intermediate_size, dtype)
+        self.mlp = Moe(arch, dtype, ops) if moe else Mlp(arch.hidden_size, arch.intermediate_size, dtype, ops)
 
     def forward(self, x: Tensor, cache: Tensor, at: Where) -> Tensor:
         """[B, T, H] -> [B, T, H]"""
@@ -257,10 +261,12 @@ class Decoder(nn.Module):
     def __init__(self, arch: Arch, form: Form, page_size: int, dtype: torch.dtype, ops: Ops | None = None) -> None:
         super().__init__()
         self.arch, self.page_size, self.dtype, self.ops = arch, page_size, dtype, ops or PLAIN
+        if form == "expanded":
+            self.ops = replace(self.ops, linear=F.linear)
         self.embed = Weight(arch.vocab_size, arch.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(Layer(arch, i, form, dtype, self.ops) for i in range(arch.num_hidden_layers))
         self.norm = Norm(arch.hidden_size, arch.rms_norm_eps, dtype)
-        self.head = Linear(arch.vocab_size, arch.hidden_size, dtype=dtype)
+        self.head = Linear(arch.vocab_size, arch.hidden_size, dtype=dtype, ops=self.ops)
         self.register_buffer("inv_freq", torch.empty(arch.qk_rope_head_dim // 2))
 
     def where(self, positions: Tensor, pages: Tensor) -> Where:
@@ -296,6 +302,8 @@ class Ops:
     into_cache: Callable[[Attention, Tensor, Tensor, Where], Tensor] = Attention.into_cache
     absorbed: Callable[[Attention, Tensor, Tensor, Tensor, Where], Tensor] = Attention.absorbed
     expanded: Callable[[Attention, Tensor, Tensor, Tensor, Where], Tensor] = Attention.expanded
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+    """Of decode and short chunks; in the expanded form products are always torch's."""
     router_logits: Callable[[Tensor, Tensor], Tensor] = router_logits
     router_dtype: torch.dtype = torch.float32
     route: Callable[..., tuple[Tensor, Tensor]] = route

@@ -6,7 +6,7 @@ cosines and sines of RoPE on keys are not rounded to BF16, and attention asks th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -59,15 +59,20 @@ def constant(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def fp8_experts(moe: Moe, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """`Moe.mixed` by FP8 products."""
+    """`Moe.mixed` by FP8 products, the shared expert beside them."""
     matrices = moe.gate_up.weight, moe.gate_up.weight_scale_inv, moe.down.weight, moe.down.weight_scale_inv
-    return torch.ops.r1_pipeline.moe_fp8_block(x, indices, weights, *matrices)
+    return torch.ops.r1_pipeline.moe_fp8_block_shared(x, indices, weights, *matrices, *shared(moe))
 
 
 def nvfp4_experts(moe: Moe, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """`Moe.mixed` by products of BF16 activations with NVFP4 weights."""
+    """`Moe.mixed` by products of BF16 activations with NVFP4 weights, the shared expert beside them."""
     matrices = (getattr(weight, f"weight{part}") for weight in (moe.gate_up, moe.down) for part in ("", "_scale", "_scale_2"))
-    return torch.ops.r1_pipeline.moe_w4a16_nvfp4(x, indices, weights, *matrices)
+    return torch.ops.r1_pipeline.moe_w4a16_nvfp4_shared(x, indices, weights, *matrices, *shared(moe))
+
+
+def shared(moe: Moe) -> tuple[Tensor, Tensor]:
+    """The weights of the expert that every token visits."""
+    return moe.shared.gate_up.weight, moe.shared.down.weight
 
 
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -119,12 +124,25 @@ def expanded(attention: Attention, q_nope: Tensor, q_rope: Tensor, cache: Tensor
     return torch.ops.r1_pipeline.mla_prefill_kv(query, keys_values, k_rope, *ends, arch.softmax_scale)[0].unsqueeze(0)
 
 
+def tuned(products: Iterable[Sequence[int]]) -> Callable[[Tensor, Tensor], Tensor]:
+    """`F.linear`, for weights of these shapes by the algorithm that the tactic file has for the number of tokens."""
+    held = {tuple(shape) for shape in products}
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        if tuple(weight.shape) not in held:
+            return F.linear(x, weight)
+        return torch.ops.r1_pipeline.tuned_linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+
+    return linear
+
+
 def ops(plugins: Mapping[str, Any]) -> Ops:
     """The table for engine.json's `plugins`; their ops are registered."""
     taken = plugins["taken"]
     for name in taken:
         import_module(f"plugins.{name}.op")
     changes: dict[str, dict[str, Any]] = {
+        "gemm_tactics": {"linear": tuned(plugins["products"])},
         "mla_absorb": {},
         "fused_qkv_a": {"into_cache": into_cache, "where": where},
         "mla_decode": {"absorbed": absorbed, "where": where},
