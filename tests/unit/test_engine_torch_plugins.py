@@ -57,7 +57,8 @@ R1 = replace(
 
 def plugins(experts: str | None = None) -> dict[str, Any]:
     """All of them; `moe_grouped_gemm` for experts that stay in a format."""
-    return OFF | {"taken": [*ATTENTION, *(["moe_grouped_gemm"] if experts else [])], "experts": experts}
+    taken = [*ATTENTION, "gemm_tactics", *(["moe_grouped_gemm"] if experts else [])]
+    return OFF | {"taken": taken, "experts": experts, "products": [[ARCH.hidden_size, ARCH.intermediate_size]]}
 
 
 def decoder(checkpoint: Path, folder: Path, chosen: dict[str, Any], form: Form = "absorbed", dtype: str = "bfloat16") -> Decoder:
@@ -268,6 +269,7 @@ def test_the_key_has_the_plugins_code_where_they_may_be_taken() -> None:
     assert set(PLUGINS) == set(choose.RULES)
     needed = set(sources(PLUGINS))
     assert {"plugins/mla_decode/kernel.cu", "plugins/nvrtc.py", "pipeline/core/errors.py"} <= needed
+    assert "plugins/gemm_tactics/tactics.json" in needed
     assert {name for name in needed if name.startswith("plugins/")} <= code(*cuda)
     assert "plugins/mla_decode/kernel.cu" not in code() | code(*cuda, "engine.torch.plugins=off")
 
