@@ -19,6 +19,17 @@ __device__ __forceinline__ u32 operand_pair(float first, float second) {
 #endif
 }
 
+// The same, times a factor.
+__device__ __forceinline__ u32 operand_times(u32 pair, float factor) {
+#if FP8
+  float first, second;
+  asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(first), "=f"(second) : "r"(pair));
+  return operand_pair(first * factor, second * factor);
+#else
+  return operand_pair(first_of(pair) * factor, second_of(pair) * factor);
+#endif
+}
+
 // The largest of this thread's two rows and of what `top` holds.
 template <int N>
 __device__ __forceinline__ void largest(const float (&s)[N], float (&top)[2]) {
@@ -29,6 +40,13 @@ __device__ __forceinline__ void largest(const float (&s)[N], float (&top)[2]) {
     top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
     top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
   }
+}
+
+// The largest score may stay what it was `before` while weights are 2^8 at most: then sums need not be rescaled.
+__device__ __forceinline__ void settle(float (&top)[2], const float (&before)[2], float scale) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    if ((top[half] - before[half]) * scale <= 8.f) top[half] = before[half];
 }
 
 // Scores -> weights, and this thread's part of their sums.

@@ -1,10 +1,12 @@
 """Which implementation of an op is fastest where: measured, kept beside the plugin in `tactics.json`, looked up by the op.
 
 A row of the file is one measured shape: what must be the same (`device` and the like), sizes, and the microseconds of each
-implementation. A shape that was not measured takes the nearest one's order. From a benchmark's result it is written anew by
+implementation. A shape that was not measured takes the nearest one's order. For a new GPU, every plugin's is written anew by
 
-    python scripts/bench_plugins.py --only mla_decode --json FILE
-    python -m plugins.tactics mla_decode FILE
+    python scripts/bench_plugins.py --json FILE --peers DIR         # those that are installed can be chosen
+    python -m plugins.tactics FILE
+    python scripts/bench_mla_forms.py --json FILE                   # when to decompress the cache of latents
+    python -m plugins.mla_prefill.crossover FILE
 
 `R1_PIPELINE_KERNELS=ours` takes ours alone. `plugins.gemm_tactics` is about something else: algorithms inside one library.
 """
@@ -72,5 +74,17 @@ def ours_alone() -> bool:
     return os.environ.get("R1_PIPELINE_KERNELS") == OURS
 
 
+def _write(result: Path) -> None:
+    """All tables that the result has rows of. (Their class is this module's under its own name, which it has not when it is run.)"""
+    measured = {row["plugin"] for row in json.loads(result.read_text(encoding="utf-8"))["rows"]}
+    for file in sorted(Path(__file__).parent.glob("*/tactics.py")):
+        for table in vars(importlib.import_module(f"plugins.{file.parent.name}.tactics")).values():
+            if type(table).__name__ == Table.__name__ and table.plugin in measured:
+                table.write(result)
+                unmeasured = [name for name in table.names if not any(name in row["us"] for row in table.rows)]
+                kept = table.file.relative_to(Path(__file__).parent)
+                print(f"{kept}: {len(table.rows)} rows", *(f"without {name}" for name in unmeasured), sep=", ")
+
+
 if __name__ == "__main__":
-    importlib.import_module(f"plugins.{sys.argv[1]}.tactics").TABLE.write(Path(sys.argv[2]))
+    _write(Path(sys.argv[1]))

@@ -4,7 +4,8 @@
     python scripts/bench_mla_forms.py [--quick] [--json FILE] [--peers DIR]
 
 R1's 128 heads, one sequence, BF16 cache in pages of 64; what differs between the forms alone: not q_b, RoPE, or o_proj. Times are
-medians of CUDA graph replays in microseconds. Ops take the fastest implementation present; `--peers DIR`: libraries (*.so) to load.
+medians of CUDA graph replays in microseconds. Ops take the fastest implementation present (the file says which there were);
+`--peers DIR`: libraries (*.so) to load. From the file, `python -m plugins.mla_prefill.crossover FILE` takes the crossings.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch import Tensor  # noqa: E402
 
 from plugins.mla_absorb import op as absorb  # noqa: E402
 from plugins.mla_decode import op as decode  # noqa: E402
+from plugins.mla_decode import tactics as decode_tactics  # noqa: E402
 from plugins.mla_prefill import op as prefill  # noqa: E402
+from plugins.mla_prefill import tactics as prefill_tactics  # noqa: E402
 from plugins.mla_prefill.crossover import crossing  # noqa: E402
 from plugins.timing import graph_seconds, machine  # noqa: E402
 from scripts._options import result_file  # noqa: E402
@@ -74,13 +77,14 @@ def main() -> int:
         sys.exit("No GPU that torch can use: this benchmark needs one.")
     for library in sorted(options.peers.glob("*.so")) if options.peers else ():
         torch.ops.load_library(str(library))
+    found = {"mla_decode": decode_tactics.present(fp8=False), "mla_prefill": prefill_tactics.present(alone=False)}
     rows = []
     for context in QUICK_CONTEXTS if options.quick else CONTEXTS:
         group = [measured(tokens, context) for tokens in TOKENS if tokens <= context]
         rows += group
         print(f"context {context}: expanded from {crossing(group)} tokens on", flush=True)
         if options.json:
-            options.json.write_text(json.dumps({"rows": rows, **machine()}, indent=1) + "\n", encoding="utf-8")
+            options.json.write_text(json.dumps({"rows": rows, "present": found, **machine()}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from plugins.bench import Bench, Call, micros, relative
+from plugins.bench import Bench, Call, compiled, relative
 from plugins.mla_prefill import op, reference, tactics
 
 __all__ = ["rows", "work"]
 
 HEADS, SCALE = 128, 192**-0.5
 SHAPES = (
-    *((1, tokens, tokens) for tokens in (64, 128, 256, 512, 1024, 2048, 4096, 8192)),
-    *((1, tokens, 4096) for tokens in (64, 128, 256, 512, 1024)),
+    *((1, tokens, tokens) for tokens in (1, 8, 64, 128, 256, 512, 1024, 2048, 4096)),
+    *((1, tokens, 4096) for tokens in (64, 256, 512, 1024)),
+    (1, 256, 1024),
     (1, 2048, 16384),
     (8, 512, 512),
     (16, 128, 128),
@@ -25,12 +25,17 @@ SHAPES = (
 """Sequences, and the queries and keys of each."""
 FEW_HEADS = 2
 """Compared with the reference."""
+MUCH = 10**11
+"""Floating point operations from which on fewer calls are enough."""
+WHY = "not found yet"
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Sequences of one length; `kv_us` is ours on kv_b's product as it is."""
-    for batch, tokens, context in SHAPES:
-        yield _row(bench, batch, tokens, context)
+    """Sequences of one length: on keys and values (`mla_prefill`), and on kv_b's product as it is (`mla_prefill_kv`)."""
+    for shape in SHAPES:
+        case = Case(*shape)
+        yield case.on_keys_and_values(bench)
+        yield case.on_the_product(bench)
 
 
 def work(tokens: int, context: int, heads: int = HEADS) -> int:
@@ -39,48 +44,81 @@ def work(tokens: int, context: int, heads: int = HEADS) -> int:
     return 2 * heads * seen * (op.NOPE + op.ROPE + op.VALUES)
 
 
-def _row(bench: Bench, batch: int, tokens: int, context: int) -> dict[str, Any]:
-    q = torch.randn(batch * tokens, HEADS, op.NOPE + op.ROPE, device="cuda", dtype=torch.bfloat16)
-    kv = torch.randn(batch * context, HEADS, op.NOPE + op.VALUES, device="cuda", dtype=torch.bfloat16)
-    k_rope = torch.randn(batch * context, op.ROPE, device="cuda", dtype=torch.bfloat16)
-    k, v = (x.contiguous() for x in reference.joined(q, kv, k_rope))
-    ends = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
-    cu_q, cu_k = ends * tokens, ends * context
-    few = slice(0, FEW_HEADS)
-    first = [x[: tokens if x is q else context, few] for x in (q, k, v)]
-    wanted, _ = reference.mla_prefill(*first, cu_q[:2], cu_k[:2], SCALE)
-    out, lse = q.new_full((len(q), HEADS, op.VALUES), torch.nan), q.new_empty((HEADS, len(q)), dtype=torch.float32)
+class Case:
+    """`batch` sequences' random queries, and keys and values in both forms."""
 
-    def part(found: Tensor) -> Tensor:
-        return found[:tokens, few]
+    def __init__(self, batch: int, tokens: int, context: int) -> None:
+        self.shape = {"batch": batch, "tokens": tokens, "context": context}
+        self.q = torch.randn(batch * tokens, HEADS, op.NOPE + op.ROPE, device="cuda", dtype=torch.bfloat16)
+        self.kv = torch.randn(batch * context, HEADS, op.NOPE + op.VALUES, device="cuda", dtype=torch.bfloat16)
+        self.k_rope = torch.randn(batch * context, op.ROPE, device="cuda", dtype=torch.bfloat16)
+        ends = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+        self.rest = ends * tokens, ends * context, SCALE
+        self.out = self.q.new_full((len(self.q), HEADS, op.VALUES), torch.nan)
+        self.lse = self.q.new_empty((HEADS, len(self.q)), dtype=torch.float32)
+        self.first = slice(0, tokens), slice(0, FEW_HEADS)
+        k, v = (x[:context, self.first[1]] for x in self.joined())
+        self.wanted, _ = reference.mla_prefill(self.q[self.first], k, v, *(x[:2] for x in self.rest[:2]), SCALE)
 
-    def ours_on_kv() -> None:
-        parts = kv[..., : op.NOPE], k_rope.unsqueeze(1), kv[..., op.NOPE :]
-        op.launch(q, *parts, cu_q, cu_k, out, lse, SCALE)
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """k and v, of which v is a view."""
+        return reference.joined(self.q, self.kv, self.k_rope)
 
-    inputs = q, k, v, cu_q, cu_k, SCALE
-    row = bench.row(
-        "mla_prefill",
-        {"batch": batch, "tokens": tokens, "context": context},
-        lambda overlap: op.launch(q, k[..., : op.NOPE], k[..., op.NOPE :], v, cu_q, cu_k, out, lse, SCALE, overlap),
-        error=lambda: relative(part(out), wanted),
-        eager=_eager(q, k, v, batch),
-        peers=_peers(inputs, batch == 1 and tokens == context),
-        right=lambda found: relative(part(found), wanted) < 1e-2,
-        moved=2 * (q.numel() + k.numel() + v.numel() + out.numel()),
-        flops=batch * work(tokens, context),
-        calls=4,
-    )
-    return row | {"kv_us": micros(ours_on_kv, 4), "tflop_per_s": round(batch * work(tokens, context) / row["ours_us"] / 1e6)}
+    def on_keys_and_values(self, bench: Bench) -> dict[str, Any]:
+        """Their row."""
+        batch, tokens, context = self.shape.values()
+        k, v = (x.contiguous() for x in self.joined())
+        inputs = self.q, k, v, batch
+        peers = _peers((self.q, k, v, *self.rest), batch == 1 and tokens == context)
+        keys = k[..., : op.NOPE], k[..., op.NOPE :], v
+        fused = (lambda: compiled(_eager)(*inputs)) if tokens == context else None
+        return self._row(bench, "mla_prefill", keys, lambda: _eager(*inputs), peers, (k, v), fused)
+
+    def on_the_product(self, bench: Bench) -> dict[str, Any]:
+        """Its row; what others need for it is within their time."""
+        parts = self.kv[..., : op.NOPE], self.k_rope.unsqueeze(1), self.kv[..., op.NOPE :]
+        peers = {"fa3": lambda: tactics.fa3(self.q, *self.joined(), *self.rest)[0]}
+
+        def eager() -> Tensor:
+            return _eager(self.q, *self.joined(), self.shape["batch"])
+
+        return self._row(bench, "mla_prefill_kv", parts, eager, peers, (self.kv, self.k_rope))
+
+    def _row(
+        self,
+        bench: Bench,
+        plugin: str,
+        keys: tuple[Tensor, ...],
+        eager: Call,
+        peers: dict[str, Call],
+        read: tuple[Tensor, ...],
+        fused: Call | None = None,
+    ) -> dict[str, Any]:
+        flops = self.shape["batch"] * work(self.shape["tokens"], self.shape["context"])
+        row = bench.row(
+            plugin,
+            self.shape,
+            lambda overlap: op.launch(self.q, *keys, *self.rest[:2], self.out, self.lse, SCALE, overlap),
+            error=lambda: relative(self.out[self.first], self.wanted),
+            eager=eager,
+            compiled=fused,
+            peers=peers,
+            right=lambda found: relative(found[self.first], self.wanted) < 1e-2,
+            moved=2 * sum(x.numel() for x in (self.q, self.out, *read)),
+            flops=flops,
+            calls=2 if flops > MUCH else 10,
+            turns=3,
+            why=WHY,
+        )
+        return row | {"tflop_per_s": round(flops / row["ours_us"] / 1e6)}
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, batch: int) -> Call:
-    """torch's attention, by its own choice; a mask where queries are not all the keys."""
-    parts = [x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v)]
-    tokens, context = parts[0].shape[2], parts[1].shape[2]
-    seen = torch.ones(tokens, context, dtype=torch.bool, device="cuda").tril(context - tokens)
-    mask = {"is_causal": True} if tokens == context else {"attn_mask": seen}
-    return lambda: scaled_dot_product_attention(*parts, scale=SCALE, **mask)
+def _eager(q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
+    """Two products and a softmax, in BF16."""
+    queries, keys, values = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
+    tokens, context = queries.shape[2], keys.shape[2]
+    unseen = torch.ones(tokens, context, dtype=torch.bool, device=q.device).triu(context - tokens + 1)
+    return (queries @ keys.transpose(2, 3) * SCALE).masked_fill(unseen, -torch.inf).softmax(-1) @ values
 
 
 def _peers(inputs: tuple[Any, ...], alone: bool) -> dict[str, Call]:

@@ -29,6 +29,7 @@ struct Shared {
   u64 q_full, q_empty, keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
   u64 next_full[STAGES], next_empty[STAGES];
   int next[STAGES];  // piece
+  u64 never;
 };
 
 // One thread: waits until the last reader of a place is done, and announces that so many bytes will come.
@@ -161,6 +162,7 @@ __device__ __forceinline__ void write(const float (&o)[64], const float (&sum)[2
 __device__ __forceinline__ void soften(float (&s)[64], float (&top)[2], float (&sum)[2], float (&factor)[2], float scale) {
   const float before[2] = {top[0], top[1]};
   largest(s, top);
+  settle(top, before, scale);
   factors(factor, before, top, scale);
   sum[0] *= factor[0], sum[1] *= factor[1];
   weigh(s, top, scale, sum);
@@ -224,6 +226,7 @@ __device__ __forceinline__ void next_block(Shared& shared, const Problem& p, int
   done_with(&shared.keys_empty[slot.stage]);
   if (first + W * 64 < KEYS) mask(s, first + row);
   soften(s, top, sum, factor, p.scale);
+  if (sum[0] + sum[1] < 0.f) barrier_arrive(&shared.never);  // or the compiler waits before the exponentials
   wgmma_wait<0>();
   done_with(&shared.values_empty[before.stage]);
   rescale(o, factor);

@@ -13,6 +13,7 @@ from tests._utils.cuda_on_cpu import CudaOnCpu
 torch = pytest.importorskip("torch", reason="the op is torch's")
 
 from plugins.mla_prefill import crossover, op, reference, tactics  # noqa: E402
+from tests._utils.peers import WHERE, load_peers, poison  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here"))]
@@ -45,6 +46,40 @@ def test_ops_vs_reference(device: str) -> None:
         q, kv, k_rope, *ends = inputs
         check(torch.ops.r1_pipeline.mla_prefill_kv(*inputs, SCALE), inputs)
         check(torch.ops.r1_pipeline.mla_prefill(q, *reference.joined(q, kv, k_rope), *ends, SCALE), inputs)
+
+
+@pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
+@pytest.mark.parametrize("name", tactics.THEIRS)
+def test_other_libraries_in_the_op_vs_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_peers()
+    if name not in tactics.present(alone=True):
+        pytest.skip(f"{name}: {WHERE}")
+    ran: list[int] = []
+    call = tactics.THEIRS[name]
+    monkeypatch.setitem(tactics.THEIRS, name, lambda *inputs: (ran.append(1), call(*inputs))[1])
+    monkeypatch.setattr(tactics.TABLE, "choose", lambda same, sizes, names: name if name in names else "ours")
+    odd = [1, 63, 64, 65, 127, 128, 129, 0, 300, 777]
+    some = [([256], [256], 16), ([1024], [1024], 5)]
+    some += [(odd, odd, 3), (odd, [n + 130 for n in odd], 16), ([200], [70], 2), ([512], [4096], 8)] if name == "fa3" else []
+    for queries, keys, heads in some:
+        q, kv, k_rope, *ends = inputs = case("cuda", queries, keys, heads)
+        k, v = reference.joined(q, kv, k_rope)
+        poison()
+        check(torch.ops.r1_pipeline.mla_prefill(q, k, v, *ends, SCALE), inputs)
+    assert len(ran) == len(some)
+
+
+@pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
+def test_scores_that_grow_and_fall_vs_reference() -> None:
+    """The largest score so far is kept or replaced."""
+    for begin, end in ((0.05, 3.0), (3.0, 0.05)):
+        q, kv, k_rope, *ends = inputs = case("cuda", [512], [2048], 8)
+        ramp = torch.linspace(begin, end, 2048, device="cuda").bfloat16()
+        kv *= ramp.view(-1, 1, 1)
+        k_rope *= ramp.view(-1, 1)
+        out, lse = op._outputs(q, V)
+        op.launch(q, kv[..., :V], k_rope.unsqueeze(1), kv[..., V:], *ends, out.fill_(torch.nan), lse, SCALE)
+        check((out, lse), inputs)
 
 
 PIECES = """
