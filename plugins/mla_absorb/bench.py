@@ -1,4 +1,4 @@
-"""The products around absorbed attention of R1's 128 heads, and of 16 of them, beside cuBLAS."""
+"""The products around absorbed attention of R1's 128 heads, and of 16 of them, beside cuBLAS, which is the output's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ __all__ = ["rows"]
 
 HEADS = (128, 16)
 TOKENS = (1, 8, 32, 64, 128, 256, 1024)
+WHY = "made for reading the weight once: beyond 64 tokens a CTA's tiles follow each other, and few heads are few CTAs"
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -23,39 +24,56 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
         kv_b = torch.randn(heads, 2 * op.NOPE, op.LATENT, device="cuda", dtype=torch.bfloat16) * op.LATENT**-0.5
         w_uk, w_uv = kv_b.split((op.NOPE, op.NOPE), 1)
         for tokens in TOKENS:
-            q = torch.randn(tokens, heads, op.NOPE + op.ROPE, device="cuda", dtype=torch.bfloat16)
-            latent = torch.randn(tokens, heads, op.LATENT, device="cuda", dtype=torch.bfloat16)
-            query = q.new_full((tokens, heads, op.LATENT + op.ROPE), torch.nan)
-            out = q.new_full((tokens, heads, op.NOPE), torch.nan)
-            yield _row(bench, "query", q, w_uk, query, reference.absorb_query(q, w_uk), _eager_query(q, w_uk))
-            yield _row(bench, "output", latent, w_uv, out, reference.absorb_output(latent, w_uv), _eager_output(latent, w_uv))
+            yield _query(bench, torch.randn(tokens, heads, op.NOPE + op.ROPE, device="cuda", dtype=torch.bfloat16), w_uk)
+            yield _output(bench, torch.randn(tokens, heads, op.LATENT, device="cuda", dtype=torch.bfloat16), w_uv)
 
 
-def _row(bench: Bench, product: str, x: Tensor, weight: Tensor, out: Tensor, wanted: Tensor, eager: Call) -> dict[str, Any]:
-    again = torch.empty_like(out)
+def _query(bench: Bench, q: Tensor, w_uk: Tensor) -> dict[str, Any]:
+    nope, rope = q.split((op.NOPE, op.ROPE), -1)
+    out, again = (q.new_full((*q.shape[:2], op.LATENT + op.ROPE), torch.nan) for _ in range(2))
 
     def bmm() -> Tensor:
-        tactics.BMM[product](x, weight, again)
+        tactics.bmm_query(q, w_uk, again)
         return again
 
+    def eager() -> Tensor:
+        return torch.cat((torch.einsum("tan,anl->tal", nope, w_uk), rope), -1)
+
+    wanted = reference.absorb_query(q, w_uk)
+    return _row(bench, "mla_absorb", (q, w_uk, out), lambda overlap: op.launch(q, w_uk, out, overlap), wanted, eager, {"bmm": bmm})
+
+
+def _output(bench: Bench, latent: Tensor, w_uv: Tensor) -> dict[str, Any]:
+    out = latent.new_full((*latent.shape[:2], op.NOPE), torch.nan)
+
+    def eager() -> Tensor:
+        return torch.einsum("tal,avl->tav", latent, w_uv).contiguous()
+
+    wanted = reference.absorb_output(latent, w_uv)
+    return _row(bench, "mla_absorb_output", (latent, w_uv, out), lambda _: tactics.bmm_output(latent, w_uv, out), wanted, eager, {})
+
+
+def _row(
+    bench: Bench,
+    plugin: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    ours: Call,
+    wanted: Tensor,
+    eager: Call,
+    peers: dict[str, Call],
+) -> dict[str, Any]:
+    x, weight, out = tensors
     return bench.row(
-        "mla_absorb",
-        {"heads": x.shape[1], "tokens": len(x), "product": product},
-        lambda overlap: op.launch(x, weight, out, overlap),
+        plugin,
+        {"heads": x.shape[1], "tokens": len(x)},
+        ours,
         error=lambda: relative(out, wanted),
         eager=eager,
-        peers={"bmm": bmm},
+        peers=peers,
         right=lambda found: relative(found, wanted) < 5e-3,
-        moved=2 * (x.numel() + weight.numel() + out.numel()),
+        moved=2 * sum(tensor.numel() for tensor in tensors),
         flops=2 * len(x) * weight.numel(),
         cold=True,
+        overlaps=bool(peers),
+        why=WHY,
     )
-
-
-def _eager_query(q: Tensor, w_uk: Tensor) -> Call:
-    nope, rope = q.split((op.NOPE, op.ROPE), -1)
-    return lambda: torch.cat((torch.einsum("tan,anl->tal", nope, w_uk), rope), -1)
-
-
-def _eager_output(latent: Tensor, w_uv: Tensor) -> Call:
-    return lambda: torch.einsum("tal,avl->tav", latent, w_uv).contiguous()

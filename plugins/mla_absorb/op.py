@@ -1,12 +1,14 @@
-"""The products around absorbed attention as torch ops: CUDA runs the faster of ours and cuBLAS, CPU the reference.
+"""The products around absorbed attention as torch ops, without a transpose or a copy of any tensor.
 
     query = torch.ops.r1_pipeline.absorb_query(q, w_uk)
     out = torch.ops.r1_pipeline.absorb_output(latent, w_uv)
 
 q BF16 [T, A, N + R] (RoPE applied), w_uk BF16 [A, N, L] -> query BF16 [T, A, L + R], as `mla_decode` takes it: q's first N columns
 into the latent space, the last R as they are. latent BF16 [T, A, L], w_uv BF16 [A, V, L] -> BF16 [T, A, V]. Weights may be views of
-kv_b's [A, N + V, L]. No tensor is transposed or copied by either implementation. The kernel needs sm_90, N = V = 128, L = 512,
-R = 64; others go to cuBLAS.
+kv_b's [A, N + V, L].
+
+On CUDA the query's product is the faster of our kernel (sm_90, N = 128, L = 512, R = 64) and cuBLAS (`tactics`). The output's is
+cuBLAS's: there is nothing else to do in it, and a kernel of ours was slower at every size, hot and cold. CPU runs the reference.
 """
 
 from __future__ import annotations
@@ -26,44 +28,48 @@ __all__ = ["absorb_output", "absorb_query", "has_kernel", "launch"]
 SOURCE = Source(Path(__file__).with_name("kernel.cu"), specific=True)
 NOPE, ROPE, LATENT = 128, 64, 512
 TOKENS = 64
-"""Of a piece of x."""
+"""Of a tile of x."""
 THREADS, SHARED = 160, 8 * TOKENS * 128 + 2 * 2 * TOKENS * 128 + 64 + 1024
-"""Threads of a CTA; bytes of half a head's weight, two pieces of x, barriers, and their alignment."""
+"""Threads of a CTA; bytes of half a head's weight, two tiles of x, barriers, and their alignment."""
 
 
 @torch.library.custom_op("r1_pipeline::absorb_query", mutates_args=(), device_types="cuda")
 def absorb_query(q: Tensor, w_uk: Tensor) -> Tensor:
     """BF16 [T, A, N + R] and [A, N, L] -> [T, A, L + R]"""
     _check(q, w_uk, output=False)
-    return _multiplied(q, w_uk, _query(q, w_uk), "query")
+    out, name = _query(q, w_uk), "bmm"
+    if has_kernel(q, w_uk):
+        name = tactics.TABLE.choose((torch.cuda.get_device_name(q.device),), (q.shape[1], len(q)), tactics.present())
+    (launch if name == OURS else tactics.bmm_query)(q, w_uk, out)
+    return out
 
 
 @torch.library.custom_op("r1_pipeline::absorb_output", mutates_args=(), device_types="cuda")
 def absorb_output(latent: Tensor, w_uv: Tensor) -> Tensor:
     """BF16 [T, A, L] and [A, V, L] -> [T, A, V]"""
     _check(latent, w_uv, output=True)
-    return _multiplied(latent, w_uv, _output(latent, w_uv), "output")
+    out = _output(latent, w_uv)
+    tactics.bmm_output(latent, w_uv, out)
+    return out
 
 
 def launch(x: Tensor, weight: Tensor, out: Tensor, overlap: bool = False) -> None:
-    """The kernel alone: the product that x [T, A, 192] (to out [T, A, 576]) or [T, A, 512] (to [T, A, 128]) is for.
+    """The kernel alone: x [T, A, 192] and weight [A, 128, 512] to out [T, A, 576].
 
     `overlap`: let it start, and load its weights, while the kernel before it on the stream still runs.
     """
-    tokens, heads, width = x.shape
-    output = int(width == LATENT)
+    tokens, heads, _ = x.shape
     matrix, columns = heads_matrix(x)
     rows, pitch = _weight_matrix(weight)
     maps = tensor_map(matrix, TOKENS), tensor_map(rows, TOKENS)
     with torch.cuda.device(x.device):
         arguments = *maps, matrix, out, tokens, heads, columns, matrix.stride(0), pitch
-        module = SOURCE.module(OUTPUT=output)
-        module.launch("mla_absorb", (2 * heads, 1, 1), THREADS, *arguments, overlap=overlap, shared=SHARED)
+        SOURCE.module().launch("mla_absorb", (2 * heads, 1, 1), THREADS, *arguments, overlap=overlap, shared=SHARED)
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel takes these widths on this device, and has something to do."""
-    widths = x.shape[2] in (NOPE + ROPE, LATENT) and weight.shape[1:] == (NOPE, LATENT)
+    widths = x.shape[2] == NOPE + ROPE and weight.shape[1:] == (NOPE, LATENT)
     return widths and x.numel() > 0 and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
@@ -87,16 +93,6 @@ def _(q: Tensor, w_uk: Tensor) -> Tensor:
 def _(latent: Tensor, w_uv: Tensor) -> Tensor:
     _check(latent, w_uv, output=True)
     return reference.absorb_output(latent, w_uv).bfloat16().contiguous()
-
-
-def _multiplied(x: Tensor, weight: Tensor, out: Tensor, product: str) -> Tensor:
-    """out, written by the implementation that was measured to be the faster one."""
-    name = "bmm"
-    if has_kernel(x, weight):
-        same = torch.cuda.get_device_name(x.device), product
-        name = tactics.TABLE.choose(same, (x.shape[1], len(x)), tactics.present())
-    (launch if name == OURS else tactics.BMM[product])(x, weight, out)
-    return out
 
 
 def _weight_matrix(weight: Tensor) -> tuple[Tensor, int]:

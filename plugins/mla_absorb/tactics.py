@@ -1,4 +1,4 @@
-"""Whether our kernel or cuBLAS is faster where (`tactics.json`; see `plugins.tactics`), and cuBLAS's form without copies."""
+"""Whether our kernel or cuBLAS is faster for queries (`tactics.json`; see `plugins.tactics`), and cuBLAS's forms without copies."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from plugins.tactics import OURS, Table, ours_alone
 
-__all__ = ["BMM", "TABLE", "bmm_output", "bmm_query", "present"]
+__all__ = ["TABLE", "bmm_output", "bmm_query", "present"]
 
-TABLE = Table(Path(__file__).with_name("tactics.json"), "mla_absorb", ("device", "product"), ("heads", "tokens"), ("bmm",))
+TABLE = Table(Path(__file__).with_name("tactics.json"), "mla_absorb", ("device",), ("heads", "tokens"), ("bmm",))
 
 
 def present() -> tuple[str, ...]:
@@ -30,5 +30,3 @@ def bmm_output(latent: Tensor, w_uv: Tensor, out: Tensor) -> None:
     """latent [T, A, L], w_uv [A, V, L] into out [T, A, V]"""
     torch.bmm(latent.transpose(0, 1), w_uv.transpose(1, 2), out=out.transpose(0, 1))
 
-
-BMM = {"query": bmm_query, "output": bmm_output}

@@ -9,6 +9,7 @@ from pipeline.core.errors import ConfigError
 torch = pytest.importorskip("torch", reason="the ops are torch's")
 
 from plugins.mla_absorb import op, reference, tactics  # noqa: E402
+from tests._utils.peers import poison  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here"))]
@@ -37,11 +38,24 @@ def test_ops_vs_reference(device: str) -> None:
 @pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
 @pytest.mark.parametrize("tokens", [1, 5, 64, 129, 1000])
 def test_kernel_vs_reference(tokens: int) -> None:
-    q, latent, w_uk, w_uv = case("cuda", tokens, 128)
-    for x, weight, wanted in ((q, w_uk, reference.absorb_query(q, w_uk)), (latent, w_uv, reference.absorb_output(latent, w_uv))):
-        out = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-        op.launch(x, weight, out)
-        torch.testing.assert_close(out.float(), wanted, **CLOSE)
+    for heads in (128, 16, 1):
+        q, _, w_uk, _ = case("cuda", tokens, heads)
+        out = torch.full((tokens, heads, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+        op.launch(q, w_uk, out)
+        torch.testing.assert_close(out.float(), reference.absorb_query(q, w_uk), **CLOSE)
+
+
+@pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
+@pytest.mark.parametrize("name", ["ours", "bmm"])
+def test_each_implementation_in_the_op_vs_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(tactics.TABLE, "choose", lambda same, sizes, names: asked.append(names) or name)
+    for tokens, heads in ((1, 128), (65, 128), (300, 16)):
+        q, latent, w_uk, w_uv = case("cuda", tokens, heads)
+        poison()
+        torch.testing.assert_close(op.absorb_query(q, w_uk).float(), reference.absorb_query(q, w_uk), **CLOSE)
+        torch.testing.assert_close(op.absorb_output(latent, w_uv).float(), reference.absorb_output(latent, w_uv), **CLOSE)
+    assert asked == [("ours", "bmm")] * 3
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -24,7 +24,7 @@ BUILDS = {
         for swiglu, columns, rows in ((1, 7168, 2048), (0, 2048, 7168))
     ],
     "mla_prefill": [{"L2_BYTES": 32 << 20}],
-    "mla_absorb": [{"OUTPUT": 0}, {"OUTPUT": 1}],
+    "mla_absorb": [{}],
     "kv_quantize": [{"CHUNK": 64, "DIM": 576, "THREADS": 384, "INT8": int8} for int8 in (0, 1)],
     "quantize": [{"COLUMNS": 7168, "UNROLL": count, "THREADS": 256} for count in (1, 2)],
     "nvfp4_convert": [{"EXACT": 0}, {"EXACT": 1}],
