@@ -2,25 +2,35 @@
 
 #include "../numerics.cuh"
 
-constexpr int LATENT = 512, THREADS = LATENT / 4;
+constexpr int LATENT = 512, THREADS = LATENT / 4, AT_ONCE = 8;
 
 __device__ __forceinline__ float none() { return __uint_as_float(0xFF800000u); }  // -inf
 
 // part F32 [rows, splits, LATENT], lse F32 [rows, splits] (-inf: nothing) -> out BF16 [rows, LATENT], total. A CTA a row, four
 // columns a thread.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
 mla_combine(const float4* __restrict__ part, const float* __restrict__ lse, uint2* __restrict__ out, float* __restrict__ total,
             int splits) {
   wait_for_inputs();
   const size_t row = blockIdx.x;
   float top = none(), sum = 0.f, o[4] = {};
+#pragma unroll AT_ONCE
   for (int split = 0; split < splits; ++split) top = fmaxf(top, lse[row * splits + split]);
-  for (int split = 0; split < splits; ++split) {
-    const float own = lse[row * splits + split];
-    if (own == none()) continue;
-    const float weight = expf(own - top);
-    const float4 v = part[(row * splits + split) * THREADS + threadIdx.x];
-    sum += weight, o[0] += weight * v.x, o[1] += weight * v.y, o[2] += weight * v.z, o[3] += weight * v.w;
+  const float most = top == none() ? 0.f : top;
+#pragma unroll 1
+  for (int first = 0; first < splits; first += AT_ONCE) {
+    float own[AT_ONCE];
+    float4 v[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) own[i] = first + i < splits ? lse[row * splits + first + i] : none();
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      v[i] = own[i] == none() ? float4{} : part[(row * splits + first + i) * THREADS + threadIdx.x];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const float weight = expf(own[i] - most);
+      sum += weight, o[0] += weight * v[i].x, o[1] += weight * v[i].y, o[2] += weight * v[i].z, o[3] += weight * v[i].w;
+    }
   }
   const float factor = sum == 0.f ? 0.f : 1.f / sum;
   out[row * THREADS + threadIdx.x] = make_uint2(bf16_pair(o[0] * factor, o[1] * factor), bf16_pair(o[2] * factor, o[3] * factor));

@@ -13,8 +13,8 @@
 // loads for the next begin while sums are written.
 //
 // The cache's rows beyond a sequence may hold anything: masked scores are lowest, and rows are zeroed before they are weighed.
-// An FP8 cache (E4M3) arrives in the space of half as many bytes and is expanded to FP16, exactly, by the four warps that are idle
-// otherwise; queries and weights are FP16 then, too, and the cache's scale is the scores' and the sums'.
+// An FP8 cache (E4M3) is read by the four warps that are idle otherwise, through registers, and expanded to FP16, exactly; queries
+// and weights are FP16 then, too, and the cache's scale is the scores' and the sums'.
 // Compiled by NVRTC for sm_90a: HEADS (a multiple of 64, or fewer than 64), PAGE (a multiple of 64), FP8.
 
 #include "../numerics.cuh"
@@ -25,71 +25,44 @@
 #include "../softmax.cuh"
 #include "work.cuh"
 
-constexpr int CONSUMER_REGISTERS = FP8 ? 216 : 240, PRODUCER_REGISTERS = FP8 ? 72 : 24;  // of the 3 * 168 that CTAs begin with
+constexpr int CONSUMER_REGISTERS = FP8 ? 200 : 240, PRODUCER_REGISTERS = FP8 ? 104 : 24;  // of the 3 * 168 that CTAs begin with
 
 static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168, "more registers than the CTA has would never come");
 
-enum Barrier { LARGEST_0 = 1, WEIGHTS_1, WEIGHTS_0, SUMS, CLEARED, READ = CLEARED + 2 };  // of bar.sync; CLEARED + w: one's own
+enum Barrier { LARGEST_0 = 1, WEIGHTS_1, WEIGHTS_0, SUMS, CLEARED };  // of bar.sync; CLEARED + w: one's own
 
 struct Shared {
   char q[BLOCK], keys[2][BLOCK];
-  float tops[2][64], sums[2][64];
-  u64 q_full, q_empty, full[2][2], empty[2][2], codes[2][2];  // of block 0 or 1, columns below 256 or from there on
+  float tops[2][64], sums[2][64], scale;
+  u64 q_full, q_empty, never, full[2][2], empty[2][2];  // of block 0 or 1, columns below 256 or from there on
 };
 
 // Which half of a block its rope tile is loaded and freed with: the half that the other warpgroup frees last.
 __device__ __forceinline__ constexpr int rope_half(int block) { return 1 - block; }
 
-// One thread: 64 columns a copy, when their last reader is done; FP8 codes into the first half of the space.
+// One thread: 64 columns a copy, when their last reader is done.
 __device__ __forceinline__ void load_half(Shared& shared, const TensorMap* cache, int block, int half, int row, u32 parity) {
-  constexpr int PIECE = FP8 ? TILE / 2 : TILE;
   const bool rope = half == rope_half(block);
-  u64* done = FP8 ? &shared.codes[block][half] : &shared.full[block][half];
+  const u32 tiles = shared_address(shared.keys[block]);
+  u64* done = &shared.full[block][half];
   barrier_wait(&shared.empty[block][half], parity);
-  barrier_expect(done, (4 + rope) * PIECE);
-  const u32 tiles = shared_address(shared.keys[block]) + 4 * half * TILE;
+  barrier_expect(done, (4 + rope) * TILE);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) copy_tile(tiles + i * PIECE, cache, (4 * half + i) * 64, row, done);
-  if (rope) copy_tile(shared_address(shared.keys[block]) + ROPE_TILE * TILE, cache, ROPE_TILE * 64, row, done);
+  for (int i = 4 * half; i < 4 * half + 4; ++i) copy_tile(tiles + i * TILE, cache, i * 64, row, done);
+  if (rope) copy_tile(tiles + ROPE_TILE * TILE, cache, ROPE_TILE * 64, row, done);
 }
 
-// Four warps: a half's codes to FP16, in place: all are read before any is written.
-__device__ __forceinline__ void expand_half(Shared& shared, int block, int half, u32 parity) {
-  const bool rope = half == rope_half(block);
-  char* tiles = shared.keys[block] + 4 * half * TILE;
-  char* last = shared.keys[block] + ROPE_TILE * TILE;
-  const int thread = threadIdx.x % 128;
-  uint4 codes[8], rope_codes[2];
-  barrier_wait(&shared.codes[block][half], parity);
+// Four warps: a half's codes, in registers, to FP16 where its last reader is done.
+__device__ __forceinline__ void expand_half(Shared& shared, const Place& at, const Codes& codes, int block, int half, u32 parity) {
+  barrier_wait(&shared.empty[block][half], parity);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) codes[i] = *(const uint4*)(tiles + (i * 128 + thread) * 16);
-  if (rope) {
+  for (int i = 0; i < 8; ++i) store_expanded(at, block * BLOCK + (4 * half + i / 2) * TILE + i % 2 * TILE / 2, codes.latent[i]);
+  if (half == rope_half(block)) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) rope_codes[i] = *(const uint4*)(last + (i * 128 + thread) * 16);
-  }
-  rendezvous(READ, 128);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) store_expanded(tiles + i / 2 * TILE, i % 2 * 128 + thread, codes[i]);
-  if (rope) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) store_expanded(last, i * 128 + thread, rope_codes[i]);
+    for (int i = 0; i < 2; ++i) store_expanded(at, block * BLOCK + ROPE_TILE * TILE + i * TILE / 2, codes.rope[i]);
   }
   publish();
   barrier_arrive(&shared.full[block][half]);
-}
-
-// A half that is free before the other of its block, of both blocks (`early`), or that other one.
-__device__ __forceinline__ void produce_halves(Shared& shared, const TensorMap* cache, bool early, int row0, int row1, u32 parity) {
-  const int half0 = early ? 0 : 1, half1 = 1 - half0;
-  if (threadIdx.x == CONSUMERS) {
-    load_half(shared, cache, 0, half0, row0, parity);
-    load_half(shared, cache, 1, half1, row1, parity);
-  }
-  if (FP8) {
-    __syncwarp();
-    expand_half(shared, 0, half0, parity ^ 1);
-    expand_half(shared, 1, half1, parity ^ 1);
-  }
 }
 
 __device__ __forceinline__ int cache_row(const int* pages, int block) {
@@ -97,9 +70,42 @@ __device__ __forceinline__ int cache_row(const int* pages, int block) {
   return pages[block / BLOCKS] * PAGE + block % BLOCKS * TOKENS;
 }
 
-// Of each piece the queries, then blocks in pairs, each half when it is free. The last pair may lack its second block, then the
-// first is loaded again (and masked).
-__device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, const TensorMap* cache, const Problem& p) {
+// A piece's blocks in pairs, each half when it is free. The last pair may lack its second block, then the first is loaded again
+// (and masked).
+__device__ __forceinline__ void load_blocks(Shared& shared, const TensorMap* cache, const int* pages, const Piece& piece,
+                                            u32& parity) {
+#pragma unroll 1
+  for (int first = piece.begin; first < piece.end; first += 2, parity ^= 1) {
+    const int row0 = cache_row(pages, first), row1 = cache_row(pages, min(first + 1, piece.end - 1));
+    load_half(shared, cache, 0, 0, row0, parity), load_half(shared, cache, 1, 1, row1, parity);
+    load_half(shared, cache, 0, 1, row0, parity), load_half(shared, cache, 1, 0, row1, parity);
+  }
+}
+
+// The same of an FP8 cache, by four warps: codes of the next two halves are on their way while they wait.
+__device__ __forceinline__ void expand_blocks(Shared& shared, const char* cache, const int* pages, const Piece& piece,
+                                              u32& parity) {
+  const Place at(shared_address(shared.keys));
+  const int last = piece.end - 1;
+  const char *from0, *from1;
+  Codes codes0, codes1;
+  from0 = cache + (size_t)cache_row(pages, piece.begin) * DIM + at.column;
+  from1 = cache + (size_t)cache_row(pages, min(piece.begin + 1, last)) * DIM + at.column;
+  fetch(codes0, from0, 0, false), fetch(codes1, from1, 1, false);
+#pragma unroll 1
+  for (int first = piece.begin; first < piece.end; first += 2, parity ^= 1) {
+    expand_half(shared, at, codes0, 0, 0, parity), fetch(codes0, from0, 1, true);
+    expand_half(shared, at, codes1, 1, 1, parity), fetch(codes1, from1, 0, true);
+    from0 = cache + (size_t)cache_row(pages, min(first + 2, last)) * DIM + at.column;
+    from1 = cache + (size_t)cache_row(pages, min(first + 3, last)) * DIM + at.column;
+    expand_half(shared, at, codes0, 0, 1, parity), fetch(codes0, from0, 0, false);
+    expand_half(shared, at, codes1, 1, 0, parity), fetch(codes1, from1, 1, false);
+  }
+}
+
+// Of each piece the queries, then its blocks.
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, const TensorMap* cache, const char* codes,
+                                        const Problem& p) {
   u32 parity = 1, q_parity = 1;
 #pragma unroll 1
   for (int index = blockIdx.x; index < p.pieces(); index += gridDim.x) {
@@ -114,12 +120,8 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, cons
         copy_tile(shared_address(shared.q) + tile * TILE, q, tile * 64, piece.row, &shared.q_full);
     }
     q_parity ^= 1;
-#pragma unroll 1
-    for (int first = piece.begin; first < piece.end; first += 2, parity ^= 1) {
-      const int row0 = cache_row(pages, first), row1 = cache_row(pages, min(first + 1, piece.end - 1));
-      produce_halves(shared, cache, true, row0, row1, parity);
-      produce_halves(shared, cache, false, row0, row1, parity);
-    }
+    if (FP8) expand_blocks(shared, codes, pages, piece, parity);
+    else load_blocks(shared, cache, pages, piece, parity);
   }
 }
 
@@ -200,21 +202,27 @@ __device__ __forceinline__ void pair_0(Shared& shared, int row, float scale, flo
   float now[2] = {top[0], top[1]}, factor[2];
   u32 weights[4][4];
   largest(s, now);
+  settle(now, top, scale);
   if (threadIdx.x % 4 == 0) shared.tops[0][row] = now[0], shared.tops[0][row + 8] = now[1];
   announce(LARGEST_0, CONSUMERS);
+  scale = *(const volatile float*)&shared.scale;  // or the compiler announces after the exponentials
   factors(factor, top, now, scale);
   rescale(o, sum, factor);
   weigh(s, now, scale, sum);
   round_weights(s, weights);
   add_own<0>(shared, o, weights);
+  if (sum[0] + sum[1] < 0.f) barrier_arrive(&shared.never);  // or the compiler adds them up before `add_other`
   rendezvous(WEIGHTS_1, CONSUMERS);
   top[0] = shared.tops[1][row], top[1] = shared.tops[1][row + 8];
   factors(factor, now, top, scale);
+  if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) {
+    u32 again[4][4];
 #pragma unroll
-  for (int i = 0; i < 32; ++i) s[i] *= factor[i / 2 % 2];
-  u32 again[4][4];
-  round_weights(s, again);
-  share_weights(shared.keys[0] + ROPE_TILE * TILE, row, again);
+    for (int i = 0; i < 16; ++i) again[i / 4][i % 4] = operand_times(weights[i / 4][i % 4], factor[i % 2]);
+    share_weights(shared.keys[0] + ROPE_TILE * TILE, row, again);
+  } else {
+    share_weights(shared.keys[0] + ROPE_TILE * TILE, row, weights);
+  }
   announce(WEIGHTS_0, CONSUMERS);
   wgmma_wait<0>();
   free_half(shared, 0, 0);
@@ -230,7 +238,9 @@ __device__ __forceinline__ void pair_1(Shared& shared, int row, float scale, flo
   u32 weights[4][4];
   largest(s, now);
   rendezvous(LARGEST_0, CONSUMERS);
-  now[0] = fmaxf(now[0], shared.tops[0][row]), now[1] = fmaxf(now[1], shared.tops[0][row + 8]);
+  const float other[2] = {shared.tops[0][row], shared.tops[0][row + 8]};
+  now[0] = fmaxf(now[0], other[0]), now[1] = fmaxf(now[1], other[1]);
+  settle(now, other, scale);
   if (threadIdx.x % 4 == 0) shared.tops[1][row] = now[0], shared.tops[1][row + 8] = now[1];
   factors(factor, top, now, scale);
   rescale(o, sum, factor);
@@ -325,19 +335,19 @@ __device__ __forceinline__ void consume(Shared& shared, const Problem& p) {
   }
 }
 
-// q [rows of all sequences, DIM], cache [pages * PAGE, DIM], pages [sequences, most_pages], lengths [sequences]; a sequence has
-// `q_tokens` queries of HEADS rows, the last one at its last token. Any number of CTAs.
+// q [rows of all sequences, DIM], cache [pages * PAGE, DIM] (FP8: `codes`), pages [sequences, most_pages], lengths [sequences]; a
+// sequence has `q_tokens` queries of HEADS rows, the last one at its last token. Any number of CTAs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-mla_decode(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap cache, const int* __restrict__ pages,
-           const int* __restrict__ lengths, u16* __restrict__ out, float* __restrict__ part, float* __restrict__ lse,
-           int most_pages, int q_tokens, int splits, int sequences, float scale, float value_scale) {
+mla_decode(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap cache, const char* __restrict__ codes,
+           const int* __restrict__ pages, const int* __restrict__ lengths, u16* __restrict__ out, float* __restrict__ part,
+           float* __restrict__ lse, int most_pages, int q_tokens, int splits, int sequences, float scale, float value_scale) {
   extern __shared__ char memory[];
   Shared& shared = *(Shared*)(memory + (-shared_address(memory) & 1023));
   if (threadIdx.x == 0) {
+    shared.scale = scale;
     barrier_init(&shared.q_full, 1), barrier_init(&shared.q_empty, CONSUMERS / 32);
     for (int i = 0; i < 4; ++i) {
       barrier_init(&shared.full[i / 2][i % 2], FP8 ? 128 : 1), barrier_init(&shared.empty[i / 2][i % 2], 4);
-      barrier_init(&shared.codes[i / 2][i % 2], 1);
     }
     publish();
   }
@@ -347,7 +357,7 @@ mla_decode(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
-    if (FP8 || threadIdx.x == CONSUMERS) produce(shared, &q, &cache, problem);
+    if (FP8 || threadIdx.x == CONSUMERS) produce(shared, &q, &cache, codes, problem);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
     if (group == 0) consume<0>(shared, problem);

@@ -81,7 +81,7 @@ def launch(
     scales = float(scale * kv_scale / math.log(2)), float(kv_scale)
     with torch.cuda.device(q.device):
         module = SOURCE.module(HEADS=heads, PAGE=page, FP8=int(cache.dtype == FP8))
-        arguments = *maps, table, lengths, out, part, part_lse, table.shape[1], tokens, splits, batch, *scales
+        arguments = *maps, cache, table, lengths, out, part, part_lse, table.shape[1], tokens, splits, batch, *scales
         grid = (min(tiles * splits * batch, processors(q.device)), 1, 1)
         module.launch("mla_decode", grid, THREADS, *arguments, overlap=overlap, shared=SHARED)
         if splits > 1:

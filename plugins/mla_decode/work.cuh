@@ -33,6 +33,36 @@ __device__ __forceinline__ u32 to_operands(u32 pair) {
   return operand_pair(fminf(fmaxf(first, -most), most), fminf(fmaxf(second, -most), most));
 }
 
+// A thread's part of half a block's codes, of 128 threads': sixteen of lines `line` and `line` + 32 of each tile.
+struct Codes { uint4 latent[8], rope[2]; };
+
+// Where that is in a row of the cache from the first line on, and in a tile what becomes of its first eight codes, and of the rest.
+struct Place {
+  int column;
+  u32 low, high;
+  __device__ __forceinline__ Place(u32 tile) {
+    const int line = threadIdx.x % 128 / 4, piece = threadIdx.x % 4 * 2;
+    column = line * DIM + piece * 8;
+    low = tile + line * 128 + ((piece ^ line % 8) << 4), high = tile + line * 128 + ((piece + 1 ^ line % 8) << 4);
+  }
+};
+
+// Sixteen codes, which nobody on this multiprocessor reads again.
+__device__ __forceinline__ uint4 load_codes(const char* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+
+__device__ __forceinline__ void fetch(Codes& codes, const char* from, int half, bool rope) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) codes.latent[i] = load_codes(from + i % 2 * 32 * DIM + (4 * half + i / 2) * 64);
+  if (!rope) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) codes.rope[i] = load_codes(from + i * 32 * DIM + LATENT);
+}
+
 // Two E4M3 codes -> two FP16, exactly.
 __device__ __forceinline__ u32 expanded(u32 codes) {
   u32 pair;
@@ -40,11 +70,12 @@ __device__ __forceinline__ u32 expanded(u32 codes) {
   return pair;
 }
 
-// Sixteen codes, the `index`-th of a tile (four a row), to where the matrix instructions look for them.
-__device__ __forceinline__ void store_expanded(char* tile, int index, uint4 v) {
-  const int line = index / 4, piece = index % 4 * 2;
-  const uint4 low = make_uint4(expanded(v.x), expanded(v.x >> 16), expanded(v.y), expanded(v.y >> 16));
-  const uint4 high = make_uint4(expanded(v.z), expanded(v.z >> 16), expanded(v.w), expanded(v.w >> 16));
-  *(uint4*)(tile + line * 128 + ((piece ^ line % 8) << 4)) = low;
-  *(uint4*)(tile + line * 128 + ((piece + 1 ^ line % 8) << 4)) = high;
+__device__ __forceinline__ void store_shared(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// Sixteen codes to where the matrix instructions look for them, `offset` from the place.
+__device__ __forceinline__ void store_expanded(const Place& at, u32 offset, uint4 v) {
+  store_shared(at.low + offset, expanded(v.x), expanded(v.x >> 16), expanded(v.y), expanded(v.y >> 16));
+  store_shared(at.high + offset, expanded(v.z), expanded(v.z >> 16), expanded(v.w), expanded(v.w >> 16));
 }

@@ -13,6 +13,7 @@ from tests._utils.cuda_on_cpu import CudaOnCpu
 torch = pytest.importorskip("torch", reason="the op is torch's")
 
 from plugins.mla_decode import op, reference, tactics  # noqa: E402
+from tests._utils.peers import WHERE, load_peers, poison  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here"))]
@@ -61,6 +62,48 @@ def test_any_split_gives_the_same(splits: int) -> None:
     out, lse = op._outputs(inputs[0], op.LATENT)
     op.launch(*inputs, out.fill_(torch.nan), lse, SCALE, splits=splits)
     check((out, lse), inputs)
+
+
+@pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
+@pytest.mark.parametrize("name", ["flash_mla", "sgl_flash_mla"])
+def test_other_libraries_in_the_op_vs_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_peers()
+    fp8 = name == "sgl_flash_mla"
+    monkeypatch.setenv("R1_PIPELINE_FP8_QUERIES", "1")
+    tactics.present.cache_clear()
+    if name not in tactics.present(fp8):
+        pytest.skip(f"{name}: {WHERE}")
+    ran: list[int] = []
+    call = getattr(tactics, name)
+    monkeypatch.setattr(tactics, name, lambda *inputs: (ran.append(1), call(*inputs))[1])
+    monkeypatch.setattr(tactics.TABLE, "choose", lambda same, sizes, names: name if name in names else "ours")
+    long = [1, 63, 64, 65, 128, 129, 1000, 4096, 0, 777]
+    cases = [(long, 128, 1), (long, 16, 1), ([64, 4096], 128, 1), (long[:7], 128, 2)]
+    for lengths, heads, queries in cases:
+        inputs = case("cuda", lengths, heads, queries=queries, fp8=fp8)
+        poison()
+        out, lse = torch.ops.r1_pipeline.mla_decode(*inputs, SCALE, op.LATENT, 0.5 if fp8 else 1.0)
+        if not fp8:
+            check((out, lse), inputs)
+            continue
+        wanted, sums = reference.mla_decode(*inputs, SCALE, op.LATENT, 0.5)
+        assert (out.double() - wanted).norm() < 0.1 * wanted.norm()
+        torch.testing.assert_close(lse.double(), sums, rtol=2e-2, atol=5e-2)
+    assert len(ran) == len(cases)
+    tactics.present.cache_clear()
+
+
+@pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
+@pytest.mark.parametrize("fp8", [False, True])
+def test_scores_that_grow_and_fall_vs_reference(fp8: bool) -> None:
+    """The largest score so far is kept or replaced, in both warpgroups."""
+    for begin, end in ((0.05, 3.0), (3.0, 0.05)):
+        inputs = case("cuda", [4096] * 4, 128)
+        inputs[1][inputs[2].long()] *= torch.linspace(begin, end, 64, device="cuda").bfloat16().view(64, 1, 1)
+        inputs[1] = inputs[1].to(torch.float8_e4m3fn) if fp8 else inputs[1]
+        out, lse = op._outputs(inputs[0], op.LATENT)
+        op.launch(*inputs, out.fill_(torch.nan), lse, SCALE)
+        check((out, lse), inputs)
 
 
 COMBINING = {
