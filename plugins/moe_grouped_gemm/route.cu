@@ -6,6 +6,7 @@
 #include "../numerics.cuh"
 
 constexpr int PERMUTE_THREADS = 1024, WARPS = PERMUTE_THREADS / 32, THREADS = 256;
+constexpr int AHEAD = 8;                                                       // indices that a thread loads at once
 constexpr int PIECES = HIDDEN / 8, UNROLL = (PIECES + THREADS - 1) / THREADS;  // 16 bytes of a row; of them a thread's
 
 // Sum of the values of this thread and all before it in the block. `totals`: of each warp.
@@ -22,6 +23,15 @@ __device__ __forceinline__ int sum_up_to(int value, int* totals) {
   return value;
 }
 
+// The experts here of AHEAD pairs, from `first` on PERMUTE_THREADS apart; -1: another rank's, or none.
+__device__ __forceinline__ void load_experts(int (&out)[AHEAD], const int* indices, int first, int count, int first_expert, int experts) {
+#pragma unroll
+  for (int j = 0; j < AHEAD; ++j) {
+    const int i = first + j * PERMUTE_THREADS, expert = i < count ? indices[i] - first_expert : -1;
+    out[j] = (u32)expert < (u32)experts ? expert : -1;
+  }
+}
+
 // indices [count] of pairs -> offsets [experts + 1] of experts' slots, multiples of `align`; pairs [capacity], the one in each slot
 // (in no order within an expert; -1: none), slots [count] where each pair is (-1: another rank's). work: the numbers of tiles of at
 // most `most` rows and of slots in use, then for each tile its expert, the expert's first tile, first slot and number of rows. ends
@@ -34,9 +44,12 @@ moe_permute(const int* __restrict__ indices, int* __restrict__ offsets, int* __r
   wait_for_inputs();
   next[thread] = 0;
   __syncthreads();
-  for (int i = thread; i < count; i += PERMUTE_THREADS) {
-    const u32 expert = (u32)(indices[i] - first_expert);
-    if (expert < (u32)experts) atomicAdd(&next[expert], 1);
+  int found[AHEAD];
+  for (int first = thread; first < count; first += AHEAD * PERMUTE_THREADS) {
+    load_experts(found, indices, first, count, first_expert, experts);
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j)
+      if (found[j] >= 0) atomicAdd(&next[found[j]], 1);
   }
   __syncthreads();
   const int rows = next[thread], tiles = (rows + most - 1) / most, space = (rows + align - 1) / align * align;
@@ -48,11 +61,14 @@ moe_permute(const int* __restrict__ indices, int* __restrict__ offsets, int* __r
   if (thread == 0) offsets[0] = 0;
   if (thread == PERMUTE_THREADS - 1) work[0] = make_int4(last_tile, end, 0, 0), ours = end;
   __syncthreads();
-  for (int i = thread; i < count; i += PERMUTE_THREADS) {
-    const u32 expert = (u32)(indices[i] - first_expert);
-    const int slot = expert < (u32)experts ? atomicAdd(&next[expert], 1) : -1;
-    slots[i] = slot;
-    if (slot >= 0) pairs[slot] = i;
+  for (int first = thread; first < count; first += AHEAD * PERMUTE_THREADS) {
+    load_experts(found, indices, first, count, first_expert, experts);
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j) {
+      const int i = first + j * PERMUTE_THREADS, slot = found[j] < 0 ? -1 : atomicAdd(&next[found[j]], 1);
+      if (i < count) slots[i] = slot;
+      if (slot >= 0) pairs[slot] = i;
+    }
   }
   for (int i = ours + thread; i < capacity; i += PERMUTE_THREADS) pairs[i] = -1;
 }

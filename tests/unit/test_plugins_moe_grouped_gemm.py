@@ -62,12 +62,12 @@ def by_hand(compute: Callable[..., torch.Tensor], inputs: list[torch.Tensor], fi
 
 
 def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """BF16 of the reference, but for a quantised value here and there that rounds the other way."""
+    """BF16 of the reference, but for quantised values that round the other way: tensor cores add FP8 products in 14 bits."""
     assert found.dtype == torch.bfloat16 and found.shape == wanted.shape
     nan = wanted.isnan()
     assert torch.equal(found.isnan().cpu(), nan.cpu())
-    error = (found.double() - wanted).masked_fill(nan, 0).norm()
-    assert error <= 6e-3 * wanted.masked_fill(nan, 0).norm()
+    error = (found.double().to(wanted.device) - wanted).masked_fill(nan, 0).norm()
+    assert error <= (1.5e-2 if found.is_cuda else 6e-3) * wanted.masked_fill(nan, 0).norm()
 
 
 CASES = {
@@ -88,7 +88,7 @@ def test_op_vs_reference(form: str, name: str, device: str) -> None:
     tokens, chosen, here, everywhere, first = CASES[name]
     hidden, width = (512, 256) if device == "cuda" else (3 * unit, unit)
     inputs = [torch.randn(tokens, hidden).bfloat16(), *routes(tokens, chosen, everywhere), *make(here, width, hidden)]
-    check(call(*(tensor.to(device) for tensor in inputs), first).cpu(), by_hand(reference.experts, inputs, first))
+    check(call(*(tensor.to(device) for tensor in inputs), first), by_hand(reference.experts, inputs, first))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -99,7 +99,7 @@ def test_all_tokens_may_want_one_expert(form: str, device: str) -> None:
     indices, weights = torch.full((19, 2), 1, dtype=torch.int64), torch.rand(19, 2)
     indices[4, 1] = 0
     inputs = [torch.randn(19, hidden).bfloat16(), indices, weights, *make(3, width, hidden)]
-    check(call(*(tensor.to(device) for tensor in inputs), 0).cpu(), by_hand(reference.experts, inputs))
+    check(call(*(tensor.to(device) for tensor in inputs), 0), by_hand(reference.experts, inputs))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,7 +110,7 @@ def test_a_bad_value_spoils_its_own_token(form: str, bad: float, device: str) ->
     hidden, width = (512, 256) if device == "cuda" else (2 * unit, unit)
     inputs = [torch.randn(5, hidden).bfloat16(), *routes(5, 2, 3), *make(3, width, hidden)]
     inputs[0][2, 5] = bad
-    found = call(*(tensor.to(device) for tensor in inputs), 0).cpu()
+    found = call(*(tensor.to(device) for tensor in inputs), 0)
     wanted = by_hand(reference.experts, inputs)
     assert wanted[2].isfinite().sum() == 0 and found[2].isfinite().sum() == 0
     others = [0, 1, 3, 4]
