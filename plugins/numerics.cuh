@@ -20,6 +20,18 @@ __device__ __forceinline__ void wait_before_next() {
 #endif
 }
 
+// 16 bytes that the kernel before may be writing until `wait_for_inputs`: the compiler moves loads through `const __restrict__`
+// pointers ahead of it, but not this one.
+__device__ __forceinline__ uint4 load_input(const void* from) {
+#ifdef __CUDA_ARCH__
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+#else
+  return *(const uint4*)from;
+#endif
+}
+
 // 16 bytes that are read once: not kept in L1, and whole 256 bytes at a time from memory.
 __device__ __forceinline__ uint4 load_once(const void* from) {
 #ifdef __CUDA_ARCH__

@@ -4,7 +4,7 @@
     q_a = torch.ops.r1_pipeline.norm_rope_cache(qkv, q_norm, kv_norm, cos_sin, positions, slots, cache, kv_scale, eps)
     q_a = fused_qkv_a(x, weight, q_norm, ...)          # both
 
-x BF16 [N, H], weight BF16 [Q + L + R, H]: 7168 to 1536 + 512 + 64 in DeepSeek-V3/R1 and Kimi-K2. Up to 16 tokens the product is
+x BF16 [N, H], weight BF16 [Q + L + R, H]: 7168 to 1536 + 512 + 64 in DeepSeek-V3/R1 and Kimi-K2. Up to 32 tokens the product is
 a kernel of ours, which loads its weights before it waits for x; beyond, cuBLAS. cache [S, L + R] in BF16 or E4M3 is written in
 place, at slots I64 [N] (negative: not at all); positions I32 [N] are rows of cos_sin F32 [P, R]: cosines, then sines.
 """
@@ -25,7 +25,7 @@ from plugins.router_gemm import op as gemm
 __all__ = ["fused_qkv_a", "norm_rope_cache", "qkv_a"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"))
-FEW_TOKENS = 16
+FEW_TOKENS = 32
 FP8 = torch.float8_e4m3fn
 
 

@@ -87,7 +87,7 @@ kv_quantize(const uint4* __restrict__ x, uint2* __restrict__ codes, float* __res
 #pragma unroll
   for (int i = 0; i < OWN; ++i) {
     const int piece = i * THREADS + threadIdx.x;
-    v[i] = piece < pieces ? x[begin + piece] : make_uint4(0, 0, 0, 0);
+    v[i] = piece < pieces ? load_input(x + begin + piece) : make_uint4(0, 0, 0, 0);
     v[i] = make_uint4(v[i].x & SIZES, v[i].y & SIZES, v[i].z & SIZES, v[i].w & SIZES);
   }
   u32 limit = quantile_of(v, chunk + 1 == gridDim.x ? last_over : over, sums);

@@ -1,4 +1,4 @@
-"""The quantisers beside sgl-kernel and TensorRT-LLM, at R1's hidden size."""
+"""The quantisers beside sgl-kernel, TensorRT-LLM and vLLM, at R1's hidden size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.bench import Bench, Call, differing, relative
+from plugins.bench import Bench, Call, compiled, differing, relative
 from plugins.quantize import op, reference
 
 __all__ = ["rows"]
@@ -30,14 +30,13 @@ def _fp8(bench: Bench, x: Tensor) -> dict[str, Any]:
     wanted, scales = reference.fp8_quantize(x)
     out = torch.empty_like(wanted).fill_(-1), torch.empty_like(scales).fill_(-1)
     back = reference.fp8_dequantize(wanted, scales)
-    compiled = torch.compile(reference.fp8_quantize, dynamic=False)
     return bench.row(
         "fp8_quantize",
         {"tokens": len(x)},
         lambda overlap: op.launch_fp8(x, *out, overlap),
         error=lambda: differing(out, (wanted, scales)),
         eager=lambda: reference.fp8_quantize(x),
-        compiled=lambda: compiled(x),
+        compiled=lambda: compiled(reference.fp8_quantize)(x),
         peers=_fp8_peers(x),
         right=lambda found: relative(reference.fp8_dequantize(found[0][: len(x)], found[1]), back) < 1e-2,
         moved=x.numel() * 3 + x.numel() // 32,
@@ -59,7 +58,11 @@ def _fp8_peers(x: Tensor) -> dict[str, Call]:
         padded = (len(x) + 3) // 4 * 4
         return codes, scales.flatten()[: HIDDEN // 128 * padded].view(HIDDEN // 128, padded).t()[: len(x)]
 
-    return {"sgl": sgl, "trtllm": trtllm}
+    def vllm() -> tuple[Tensor, Tensor]:
+        torch.ops._C.per_token_group_fp8_quant(x, q, s, 128, 1e-10, -448.0, 448.0, False, False, False)
+        return q, s
+
+    return {"sgl": sgl, "trtllm": trtllm, "vllm": vllm}
 
 
 def _nvfp4(bench: Bench, x: Tensor, tiled: bool) -> dict[str, Any]:
@@ -73,6 +76,7 @@ def _nvfp4(bench: Bench, x: Tensor, tiled: bool) -> dict[str, Any]:
         lambda overlap: op.launch_nvfp4(x, input_scale, *out, tiled, overlap),
         error=lambda: differing(out, wanted),
         eager=lambda: reference.nvfp4_quantize(x, input_scale),
+        compiled=None if tiled else lambda: compiled(reference.nvfp4_quantize)(x, input_scale),
         peers={},
         right=lambda _: True,
         moved=x.numel() * 2 + x.numel() // 2 + wanted[1].numel(),
@@ -99,6 +103,7 @@ def _back(bench: Bench, x: Tensor) -> Iterator[dict[str, Any]]:
             lambda overlap, call=call, inputs=inputs: call(*inputs),
             error=lambda call=call, inputs=inputs, wanted=wanted: differing((call(*inputs),), (wanted,)),
             eager=lambda plain=plain, inputs=inputs: plain(*inputs),
+            compiled=lambda plain=plain, inputs=inputs: compiled(plain)(*inputs),
             peers={},
             right=lambda _: True,
             moved=sum(tensor.numel() * tensor.element_size() for tensor in inputs) + x.numel() * 2,

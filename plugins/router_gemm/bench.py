@@ -1,4 +1,4 @@
-"""The router's product beside cuBLAS, TensorRT-LLM and sgl-kernel (both up to 16 tokens)."""
+"""The router's product beside cuBLAS, and TensorRT-LLM, sgl-kernel and vLLM, which have kernels up to 16 tokens."""
 
 from __future__ import annotations
 
@@ -47,5 +47,9 @@ def _peers(x: Tensor, weight: Tensor) -> dict[str, Call]:
         torch.ops.sgl_kernel.dsv3_router_gemm(out, x, weight)
         return out
 
-    cublas: dict[str, Call] = {"cublas": lambda: torch.mm(x, weight.t(), out_dtype=torch.float32)}
-    return cublas | ({"trtllm": trtllm, "sgl": sgl} if len(x) <= 16 else {})
+    def vllm() -> Tensor:
+        torch.ops._moe_C.dsv3_router_gemm(out, x, weight)
+        return out
+
+    small = {"trtllm": trtllm, "sgl": sgl, "vllm": vllm} if len(x) <= 16 else {}
+    return {"cublas": lambda: torch.mm(x, weight.t(), out_dtype=torch.float32)} | small

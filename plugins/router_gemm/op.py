@@ -21,13 +21,15 @@ __all__ = ["router_gemm"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"))
 MAX_TOKENS = 64
-SPLIT = 8
-"""CTAs of a cluster, which share the sum over H."""
 CHUNK = 32
-FEW_TOKENS, FEW_THREADS = 2, 128
-"""Up to these tokens a CTA an expert, without tensor cores, is faster."""
-WIDE, WIDE_WARPS, WIDE_DEPTH = 1024, 16, 4
-"""From these experts on, up to 16 tokens, CTAs need not share the sum over H; chunks that a warp has on their way."""
+"""Elements of H that a warp takes at a time."""
+MOST_SPLIT = 8
+MOST_SUMS = 32
+"""Tiles of tokens times warps of a CTA whose sums have a place in shared memory."""
+FEW_TOKENS, FEW_TURNS = 2, 4
+"""Up to these tokens it is faster without tensor cores; loads of a row that a thread has on their way."""
+WIDE = 1024
+"""From these experts on, two CTAs that share a sum over H fill the chip; else it takes eight."""
 
 
 @torch.library.custom_op("r1_pipeline::router_gemm", mutates_args=(), device_types="cuda")
@@ -49,34 +51,30 @@ def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> 
     """
     (tokens, hidden), experts = x.shape, weight.shape[0]
     shape = {"HIDDEN": hidden, "EXPERTS": experts, "BF16_OUT": int(logits.dtype == torch.bfloat16)}
-    if tokens <= FEW_TOKENS and hidden % (FEW_THREADS * 8) == 0 and not is_wide(tokens, hidden, experts):
-        with torch.cuda.device(x.device):
-            module = SOURCE.module(TOKENS=tokens, **shape)
-            module.launch("router_gemm_few", (experts, 1, 1), FEW_THREADS, x, weight, logits, overlap=overlap)
-        return
-    name, macros, grid, threads = variant(tokens, hidden, experts)
+    threads = hidden // (8 * FEW_TURNS)
     with torch.cuda.device(x.device):
-        SOURCE.module(**macros, **shape).launch(name, grid, threads, x, weight, logits, tokens, overlap=overlap)
-
-
-def is_wide(tokens: int, hidden: int, experts: int) -> bool:
-    """Whether CTAs that share nothing are the fastest."""
-    return experts >= WIDE and tokens <= 16 and hidden % (WIDE_WARPS * CHUNK) == 0
+        if tokens <= FEW_TOKENS and experts < WIDE and threads % 32 == 0 and threads <= 256:
+            module = SOURCE.module(TOKENS=tokens, THREADS=threads, **shape)
+            module.launch("router_gemm_few", (experts // tokens, 1, 1), threads, x, weight, logits, overlap=overlap)
+        else:
+            name, macros, grid, threads = variant(tokens, hidden, experts)
+            SOURCE.module(**macros, **shape).launch(name, grid, threads, x, weight, logits, tokens, overlap=overlap)
 
 
 def variant(
     tokens: int, hidden: int, experts: int, expert_tiles: int = 0
 ) -> tuple[str, dict[str, int], tuple[int, int, int], int]:
     """Kernel, macros, grid and threads for up to so many tokens; `expert_tiles`: of 16 experts a CTA, 0 for the fastest."""
-    token_tiles = next(tiles for tiles in (1, 2, 4, 8) if tokens <= 8 * tiles)
-    if is_wide(tokens, hidden, experts):
-        macros = {"WARPS": WIDE_WARPS, "DEPTH": WIDE_DEPTH, "TOKEN_TILES": token_tiles}
-        return "router_gemm_wide", macros, (experts // 16, 1, 1), 32 * WIDE_WARPS
-    most_warps, fastest = (7, 2) if token_tiles < 8 else (4, 1)
-    expert_tiles, chunks = expert_tiles or fastest, hidden // SPLIT // CHUNK
-    warps = next(count for count in range(most_warps, 0, -1) if chunks % count == 0)
-    macros = {"SPLIT": SPLIT, "WARPS": warps, "TOKEN_TILES": token_tiles, "EXPERT_TILES": expert_tiles}
-    return "router_gemm", macros, (SPLIT, experts // (16 * expert_tiles), 1), 32 * warps
+    token_tiles, expert_tiles = next(tiles for tiles in (1, 2, 4, 8) if tokens <= 8 * tiles), expert_tiles or 2
+    if experts >= WIDE:
+        split, most_warps, depth = 2, 16, 3 if token_tiles <= 2 else 2
+    else:
+        split, most_warps, depth = MOST_SPLIT, 7, 4 if token_tiles <= 4 else 3
+    chunks = hidden // split // CHUNK
+    warps = next(count for count in range(min(most_warps, MOST_SUMS // token_tiles), 0, -1) if chunks % count == 0)
+    macros = {"TOKEN_TILES": token_tiles, "EXPERT_TILES": expert_tiles, "SPLIT": split, "WARPS": warps}
+    grid = split * experts // (16 * expert_tiles), 1, 1
+    return "router_gemm", macros | {"DEPTH": min(depth, chunks // warps)}, grid, 32 * warps
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
@@ -86,7 +84,7 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 def fits(tokens: int, hidden: int, experts: int) -> bool:
     """Whether there is a kernel of this shape, for sm_90 and later."""
-    return hidden % (SPLIT * CHUNK) == 0 and experts % 32 == 0 and tokens <= MAX_TOKENS
+    return hidden % (MOST_SPLIT * CHUNK) == 0 and experts % 32 == 0 and tokens <= MAX_TOKENS
 
 
 @router_gemm.register_fake

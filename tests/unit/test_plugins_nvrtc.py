@@ -13,6 +13,7 @@ from pipeline.core.errors import MissingToolError, StageError
 torch = pytest.importorskip("torch", reason="kernels run on torch's device")
 
 from plugins import nvrtc  # noqa: E402
+from plugins.router_gemm import op as gemm  # noqa: E402
 
 SOURCES = sorted(Path(nvrtc.__file__).parent.glob("*/*.cu"))
 BUILDS = {
@@ -30,9 +31,9 @@ BUILDS = {
     "nvfp4_convert": [{"EXACT": 0}, {"EXACT": 1}],
     "topk_router": [{"EXPERTS": 256, "GROUPS": 8, "KEPT": 4, "TOP_K": 8, "NORMALIZE": 1}],
     "router_gemm": [
-        {"HIDDEN": 7168, "EXPERTS": 256, "TOKENS": 2, "BF16_OUT": 0},
-        {"HIDDEN": 7168, "EXPERTS": 2112, "TOKEN_TILES": 2, "WARPS": 16, "DEPTH": 4, "BF16_OUT": 1},
-        {"HIDDEN": 7168, "EXPERTS": 256, "TOKEN_TILES": 8, "SPLIT": 8, "WARPS": 4, "EXPERT_TILES": 1, "BF16_OUT": 0},
+        {"HIDDEN": 7168, "EXPERTS": 256, "TOKENS": 2, "THREADS": 224, "BF16_OUT": 0},
+        {"HIDDEN": 7168, "EXPERTS": 2112, **gemm.variant(16, 7168, 2112)[1], "BF16_OUT": 1},
+        {"HIDDEN": 7168, "EXPERTS": 256, **gemm.variant(64, 7168, 256)[1], "BF16_OUT": 0},
     ],
 }
 """Macros of each plugin's kernels."""
