@@ -33,15 +33,19 @@ def graph_seconds(calls: Sequence[Call], replays: int = 20, flush: bool = False)
 
 def clocked(call: Call, repeats: int = 10) -> float:
     """Median wall-clock seconds of one call, until a GPU that it used is done."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     times = []
     for _ in range(repeats + 2):
-        wait()
+        _wait()
         begin = time.perf_counter()
         call()
-        wait()
+        _wait()
         times.append(time.perf_counter() - begin)
     return statistics.median(times[2:])
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():  # a forked rank of a machine with GPUs can have none
+        torch.cuda.synchronize()
 
 
 def copy_bandwidth(total_bytes: int, sets: int = 1, replays: int = 20) -> float:
