@@ -1,7 +1,7 @@
 // Around the products: which (token, expert) pairs are whose, their rows side by side, and each token's sum afterwards.
 //
-// Compiled by NVRTC: HIDDEN (columns of a row, a multiple of 128), TOP_K (experts a token). Space is for all pairs, though few may be
-// this rank's: blocks go round what `moe_permute` found.
+// Compiled by NVRTC: HIDDEN (columns of a row, a multiple of 128), TOP_K (experts a token). Space is for all pairs, though few may
+// be this rank's: blocks go round what `moe_permute` found.
 
 #include "../numerics.cuh"
 
@@ -19,12 +19,15 @@ __device__ __forceinline__ int sum_up_to(int value, int* totals) {
   }
   if (lane == 31) totals[warp] = value;
   __syncthreads();
-  for (int i = 0; i < warp; ++i) value += totals[i];
-  return value;
+  int before = lane < warp ? totals[lane] : 0;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) before += __shfl_xor_sync(~0u, before, distance);
+  return value + before;
 }
 
 // The experts here of AHEAD pairs, from `first` on PERMUTE_THREADS apart; -1: another rank's, or none.
-__device__ __forceinline__ void load_experts(int (&out)[AHEAD], const int* indices, int first, int count, int first_expert, int experts) {
+__device__ __forceinline__ void load_experts(int (&out)[AHEAD], const int* indices, int first, int count, int first_expert,
+                                             int experts) {
 #pragma unroll
   for (int j = 0; j < AHEAD; ++j) {
     const int i = first + j * PERMUTE_THREADS, expert = i < count ? indices[i] - first_expert : -1;
@@ -38,7 +41,8 @@ __device__ __forceinline__ void load_experts(int (&out)[AHEAD], const int* indic
 // [experts]: the slot after each one's last row. One block; at most 1024 experts.
 extern "C" __global__ void __launch_bounds__(PERMUTE_THREADS)
 moe_permute(const int* __restrict__ indices, int* __restrict__ offsets, int* __restrict__ pairs, int* __restrict__ slots,
-            int4* __restrict__ work, int* __restrict__ ends, int count, int capacity, int experts, int first_expert, int most, int align) {
+            int4* __restrict__ work, int* __restrict__ ends, int count, int capacity, int experts, int first_expert, int most,
+            int align) {
   __shared__ int next[PERMUTE_THREADS], slot_totals[WARPS], tile_totals[WARPS], ours;
   const int thread = threadIdx.x;
   wait_for_inputs();
@@ -53,7 +57,8 @@ moe_permute(const int* __restrict__ indices, int* __restrict__ offsets, int* __r
   }
   __syncthreads();
   const int rows = next[thread], tiles = (rows + most - 1) / most, space = (rows + align - 1) / align * align;
-  const int end = sum_up_to(space, slot_totals), last_tile = sum_up_to(tiles, tile_totals), begin = end - space, tile = last_tile - tiles;
+  const int end = sum_up_to(space, slot_totals), last_tile = sum_up_to(tiles, tile_totals);
+  const int begin = end - space, tile = last_tile - tiles;
   next[thread] = begin;
   if (thread < experts) offsets[thread + 1] = end, ends[thread] = begin + rows;
   for (int i = begin + rows; i < end; ++i) pairs[i] = -1;
@@ -129,7 +134,8 @@ __device__ __forceinline__ u32 swiglu(float (&h)[8], uint4 gate, uint4 up) {
   u32 top = LEAST_AMAX << 16;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float g = i % 2 ? second_of(gates[i / 2]) : first_of(gates[i / 2]), u = i % 2 ? second_of(ups[i / 2]) : first_of(ups[i / 2]);
+    const float g = i % 2 ? second_of(gates[i / 2]) : first_of(gates[i / 2]);
+    const float u = i % 2 ? second_of(ups[i / 2]) : first_of(ups[i / 2]);
     h[i] = __fdividef(g, 1.f + __expf(-g)) * u;
     top = max(top, __float_as_uint(h[i]) & 0x7FFFFFFFu);
   }
@@ -138,8 +144,8 @@ __device__ __forceinline__ u32 swiglu(float (&h)[8], uint4 gate, uint4 up) {
 
 // For products that leave gate and up in memory, BF16 [slots, 2 * HIDDEN]: silu(gate) * up as `moe_gather_fp8` has rows of x.
 extern "C" __global__ void __launch_bounds__(THREADS)
-moe_swiglu_fp8(const uint4* __restrict__ both, const int* __restrict__ pairs, const int4* __restrict__ work, uint2* __restrict__ codes,
-               float* __restrict__ scales, int stride) {
+moe_swiglu_fp8(const uint4* __restrict__ both, const int* __restrict__ pairs, const int4* __restrict__ work,
+               uint2* __restrict__ codes, float* __restrict__ scales, int stride) {
   wait_before_next();
   for (int slot = blockIdx.x, end = work[0].y; slot < end; slot += gridDim.x) {
     if (pairs[slot] < 0) continue;
@@ -148,7 +154,8 @@ moe_swiglu_fp8(const uint4* __restrict__ both, const int* __restrict__ pairs, co
     for (int i = 0; i < UNROLL; ++i) {
       const int piece = i * THREADS + threadIdx.x, place = min(piece, PIECES - 1);
       float h[8];
-      const float amax = __uint_as_float(group_top<16>(swiglu(h, row[place], row[PIECES + place]))), inverse = __fdiv_rn(448.f, amax);
+      const float amax = __uint_as_float(group_top<16>(swiglu(h, row[place], row[PIECES + place])));
+      const float inverse = __fdiv_rn(448.f, amax);
       if (piece >= PIECES) continue;
       u32 words[4];
 #pragma unroll
