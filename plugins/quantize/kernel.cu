@@ -1,8 +1,8 @@
 // BF16 activations to FP8 (E4M3, a float32 scale for each 1x128) and NVFP4 (E2M1, an E4M3 scale for each 1x16), and back.
 //
-// Memory-bound: a lane loads 16 bytes (8 values, a "piece") UNROLL times before it uses any, whole warps side by side; 16 lanes
-// share a group of 128, 2 lanes a group of 16, and find its largest magnitude with shuffles. Codes and scales have row strides:
-// they may be parts of one packed row, which is what ranks send each other. Compiled by NVRTC: COLUMNS, UNROLL, THREADS.
+// Memory-bound: a lane loads 16 bytes (8 values, a "piece") UNROLL times before it uses any, neighbours side by side; lanes that
+// share a group find its largest magnitude with shuffles. Codes and scales have row strides: they may be parts of one packed row,
+// which is what ranks send each other. Compiled by NVRTC: COLUMNS, UNROLL, THREADS.
 
 #include "../numerics.cuh"
 
@@ -19,22 +19,26 @@ __device__ __forceinline__ void load(uint4 (&v)[UNROLL], const uint4* x, u32 fir
   }
 }
 
-// x [rows, COLUMNS] -> codes[row * code_stride + piece], scales[row * row_stride + group * group_stride]
+// x [rows, COLUMNS] -> codes[row * code_stride + piece], scales[row * row_stride + group * group_stride]. A lane's pieces are of one
+// group, so that UNROLL of them share the search for its scale.
 extern "C" __global__ void __launch_bounds__(THREADS)
 fp8_quantize(const uint4* __restrict__ x, uint2* __restrict__ codes, float* __restrict__ scales, u32 pieces, u32 code_stride,
              u32 row_stride, u32 group_stride) {
-  const u32 first = first_piece();
+  constexpr u32 LANES = 16 / UNROLL;
+  const u32 lane = blockIdx.x * THREADS + threadIdx.x, first = lane / LANES * 16 + lane % LANES;
+  const u32 row = first / ROW, column = first % ROW;
   uint4 v[UNROLL];
+  u32 top = 0;
   wait_for_inputs();
-  load(v, x, first, pieces);
 #pragma unroll
-  for (int i = 0; i < UNROLL; ++i) {
-    const u32 piece = first + i * THREADS, row = piece / ROW;
-    const Fp8Group group(group_top<16>(top_of(v[i])));
-    if (piece >= pieces) continue;
-    codes[row * code_stride + piece % ROW] = group.codes(v[i]);
-    if (piece % 16 == 0) scales[row * row_stride + piece % ROW / 16 * group_stride] = group.scale();
-  }
+  for (int i = 0; i < UNROLL; ++i) v[i] = first < pieces ? load_once(x + first + i * LANES) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < UNROLL; ++i) top = max(top, top_of(v[i]));
+  const Fp8Group group(group_top<LANES>(top));
+  if (first >= pieces) return;
+#pragma unroll
+  for (int i = 0; i < UNROLL; ++i) codes[row * code_stride + column + i * LANES] = group.codes(v[i]);
+  if (column % 16 == 0) scales[row * row_stride + column / 16 * group_stride] = group.scale();
 }
 
 // codes and scales as above, the scales of a row side by side -> out BF16
