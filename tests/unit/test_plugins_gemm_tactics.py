@@ -40,7 +40,7 @@ def test_a_tactic_is_that_of_its_shape_device_and_library(file: Path) -> None:
 def test_the_committed_file_holds_r1s_shapes() -> None:
     kept = json.loads(tactics.FILE.read_text())
     assert {(row["out"], row["hidden"]) for row in kept["rows"]} == set(tactics.SHAPES.values())
-    assert all(len(row["algorithm"]) in (0, 8) and row["us"] <= row["default_us"] for row in kept["rows"])
+    assert all(len(row["algorithm"]) in (0, 8) and row["us"] <= row["torch_us"] for row in kept["rows"])
 
 
 def test_structures_are_the_librarys() -> None:
