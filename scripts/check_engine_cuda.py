@@ -250,6 +250,7 @@ def check_graphs(engine: Any) -> Any:
     for rows in (1, 5, 64):
         inputs = decode_inputs(engine, rows, 128)
         plain = engine.forms["absorbed"]([*(value.cuda() for value in inputs), *engine.caches])
+        engine.step(*inputs)  # the first of a size is not captured
         error = relative(engine.step(*inputs), plain)
         yield {"rows": rows, "graph_against_plain": round(error, 6), "good": error < MAX_ERROR}
 
@@ -271,7 +272,8 @@ def decode_timed(engines: dict[str, Any], rows: int) -> dict[str, Any]:
         inputs = decode_inputs(engine, rows, row["context"])
         there = [value.cuda() for value in inputs]
         row[f"{plugins}_step_us"] = median(lambda engine=engine, inputs=inputs: engine.step(*inputs))
-        row[f"{plugins}_graph_us"] = median(engine._graphs[rows].graph.replay)
+        step = next(step for size, step in engine._graphs.items() if size[:2] == (rows, 1))
+        row[f"{plugins}_graph_us"] = median(step.graph.replay)
         call = engine.forms["absorbed"]
         row[f"{plugins}_package_us"] = median(lambda call=call, there=there, engine=engine: call([*there, *engine.caches]), 20)
     return row | gain(row, "graph_us")

@@ -113,6 +113,32 @@ def test_left_padding_is_ignored(engine, reference, ids) -> None:
     assert (found - reference(ids[None, :20])[0, [0, 12, 19]]).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize(("length", "size"), [(5, (1, 8, 3)), (40, (1, 48, 4)), (1, (2, 1, 4))])
+@torch.inference_mode()
+def test_a_step_of_a_rounded_size_equals_the_step(engine, ids, length: int, size: tuple[int, int, int]) -> None:
+    """What is captured on CUDA is first run so, here without a graph."""
+    module = import_runtime(RUNTIME)
+    step = module.StepGraph(engine._form(*size[:2]), size, engine.caches)
+    pages = torch.arange(1, 1 + -(-length // engine.info["page_size"]))[None]
+    inputs = ids[None, :length], torch.arange(length)[None], pages
+    torch.testing.assert_close(step(list(inputs))[:1], engine.step(*inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_of_graphs_are_few(engine, monkeypatch) -> None:
+    module, most = import_runtime(RUNTIME), 4096
+    assert [module._rounded(size, 60) for size in (1, 8, 9, 33, 50, 59)] == [1, 8, 10, 40, 56, 60]
+    assert all(size <= module._rounded(size, most) <= max(size, 1.25 * size) for size in range(1, most))
+    assert len({module._rounded(size, most) for size in range(1, most)}) == 44
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    monkeypatch.setattr(engine, "info", engine.info | {"max_batch_size": 48, "prefill_chunk": 2048, "max_seq_len": 2048})
+    pages = -(-2048 // engine.info["page_size"])
+    assert engine._captured_size(5, 1, 3) == (8, 1, pages) and engine._captured_size(33, 1, 3) == (48, 1, pages)
+    assert engine._captured_size(1, 300, 11) == (1, 320, 12) and engine._captured_size(2, 300, 11) is None
+    assert engine._captured_size(1, 1025, 33) is None
+    monkeypatch.setattr(engine, "_graphs", dict.fromkeys(range(128)))
+    assert engine._captured_size(1, 300, 11) is None and engine._captured_size(5, 1, 3) == (8, 1, pages)
+
+
 def test_greedy_text_equals_transformers_token_for_token(compiled, reference, tmp_path) -> None:
     """64 tokens, on the dequantised weights, by an implementation that is not ours."""
     transformers = pytest.importorskip("transformers", reason="the independent implementation to compare with")

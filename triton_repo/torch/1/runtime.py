@@ -5,14 +5,16 @@ calls lie in its `ops/`, kernels included, and are loaded before the packages, w
 from their file, so several servers of one machine share its pages. A package called before it has weights, or with
 weights of another type, would end the process without a word (torch 2.13); so names, types and shapes are checked here.
 
-On CUDA a decode step is captured in a CUDA graph the first time that its batch size (rounded up to a power of two)
-occurs, and replayed from then on.
+On CUDA a step of decoding, or of one prompt's chunk, is captured in a CUDA graph the second time that its size occurs, and replayed
+from then on. Sizes are rounded up, so that there are few: a power of two rows of one token, or at most a quarter more tokens
+and pages of a chunk (`_rounded`). Chunks of more than GRAPH_TOKENS keep a GPU busy while the host launches them.
 
 Shape legend: B rows, T tokens a row, P pages a row, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -30,6 +32,9 @@ from torch import Tensor
 __all__ = ["CompiledEngine"]
 
 Form = Callable[[list[Tensor]], Tensor]
+Size = tuple[int, int, int]
+"""Rows, tokens a row, pages a row."""
+GRAPH_TOKENS, MOST_GRAPHS = 1024, 128
 
 
 class CompiledEngine:
@@ -41,7 +46,7 @@ class CompiledEngine:
         shape, dtype = (info["num_pages"], info["page_size"], info["latent_dim"]), getattr(torch, info["dtype"])
         self.caches = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(info["num_layers"])]
         self.threads = info["threads"] or min(len(os.sched_getaffinity(0)), 8)
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._graphs: dict[Size, StepGraph] = {}
         self._local = threading.local()
 
     @classmethod
@@ -66,18 +71,27 @@ class CompiledEngine:
         self._limit_threads()
         # Guard: the compiled code takes any memory for contiguous int64, and says nothing when it is not.
         inputs = [value.to(torch.int64).contiguous() for value in (tokens.masked_fill(positions < 0, 0), positions, pages)]
-        if self.device.type == "cuda" and tokens.shape[1] == 1:
-            return self._replay(inputs)
-        long = tokens.shape[0] == 1 and tokens.shape[1] >= self.info["expanded_from"]
-        form = self.forms["expanded" if long and "expanded" in self.forms else "absorbed"]
-        return form([*(value.to(self.device) for value in inputs), *self.caches])
-
-    def _replay(self, inputs: list[Tensor]) -> Tensor:
-        rows = len(inputs[0])
-        size = min(1 << (rows - 1).bit_length(), self.info["max_batch_size"])
+        size = self._captured_size(*tokens.shape, pages.shape[1])
+        if size is None:
+            return self._form(*tokens.shape)([*(value.to(self.device) for value in inputs), *self.caches])
         if size not in self._graphs:
-            self._graphs[size] = DecodeGraph(self.forms["absorbed"], size, self.info, self.caches)
-        return self._graphs[size](inputs)[:rows]
+            self._graphs[size] = StepGraph(self._form(*size[:2]), size, self.caches)
+        return self._graphs[size](inputs)[: len(tokens)]
+
+    def _form(self, rows: int, length: int) -> Form:
+        long = rows == 1 and 1 < length >= self.info["expanded_from"]
+        return self.forms["expanded" if long and "expanded" in self.forms else "absorbed"]
+
+    def _captured_size(self, rows: int, length: int, pages: int) -> Size | None:
+        """That of the graph for a step; None if it is to run plainly."""
+        info = self.info
+        most_pages = -(-info["max_seq_len"] // info["page_size"])
+        if self.device.type != "cuda" or min(rows, length) > 1 or length > GRAPH_TOKENS:
+            return None
+        if length == 1:
+            return min(1 << (rows - 1).bit_length(), info["max_batch_size"]), 1, most_pages
+        size = 1, _rounded(length, info["prefill_chunk"]), _rounded(pages, most_pages)
+        return size if size in self._graphs or len(self._graphs) < MOST_GRAPHS else None
 
     def _limit_threads(self) -> None:
         """OpenMP keeps the number of threads for each calling thread."""
@@ -105,31 +119,47 @@ class CompiledEngine:
         _check_range("Page", pages, 0, info["num_pages"])
 
 
-class DecodeGraph:
-    """A decode step of `size` rows, captured; unused rows are padding."""
+class StepGraph:
+    """A step of a size: run once, which loads its kernels, then captured. Unused rows, tokens and pages are padding."""
 
-    def __init__(self, form: Form, size: int, info: dict[str, Any], caches: list[Tensor]) -> None:
-        device, most_pages = caches[0].device, -(-info["max_seq_len"] // info["page_size"])
-        widths, blanks = (1, 1, most_pages), (0, -1, 0)
-        self.inputs = [torch.full((size, width), blank, device=device) for width, blank in zip(widths, blanks, strict=True)]
-        self.blanks = blanks
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                form([*self.inputs, *caches])
-        torch.cuda.current_stream(device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits = form([*self.inputs, *caches])
+    def __init__(self, form: Form, size: Size, caches: list[Tensor]) -> None:
+        rows, length, pages = size
+        widths, self.blanks = (length, length, pages), (0, -1, 0)
+        self.inputs = [
+            torch.full((rows, width), blank, device=caches[0].device) for width, blank in zip(widths, self.blanks, strict=True)
+        ]
+        self._call = lambda: form([*self.inputs, *caches])
+        self._ran, self.graph = False, None
 
     def __call__(self, inputs: list[Tensor]) -> Tensor:
         """Copy the inputs in, replay, and copy the logits out."""
-        for static, value, blank in zip(self.inputs, inputs, self.blanks, strict=True):
+        (rows, length), pages = inputs[0].shape, inputs[2].shape[1]
+        for static, blank in zip(self.inputs, self.blanks, strict=True):
             static.fill_(blank)
-            static[: value.shape[0], : value.shape[1]].copy_(value)
+        for static, value in zip(self.inputs[:2], inputs[:2], strict=True):
+            static[:rows, -length:].copy_(value)
+        self.inputs[2][:rows, :pages].copy_(inputs[2])
+        if not self._ran:
+            self._ran = True
+            return self._call()
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=_pool()):
+                self.logits = self._call()
         self.graph.replay()
         return self.logits.clone()
+
+
+@functools.cache
+def _pool() -> Any:
+    """Memory that all graphs use one after the other."""
+    return torch.cuda.graph_pool_handle()
+
+
+def _rounded(size: int, most: int) -> int:
+    """Up to a quarter of a power of two."""
+    unit = max(1, (1 << (size - 1).bit_length()) // 8)
+    return min(-(-size // unit) * unit, most)
 
 
 def _load_ops(folder: Path, plugins: dict[str, Any]) -> None:
