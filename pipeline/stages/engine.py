@@ -17,8 +17,8 @@ PLUGIN = ("kernel.cu", "op.py", "reference.py", "trt.py")
 """Files of a plugin that TensorRT networks use."""
 CODE = {
     "tensorrt": (
-        "pipeline/models/deepseek_v3.py", "plugins/fused_qkv_a/reference.py", "plugins/nvrtc.py", "plugins/numerics.cuh",
-        "plugins/trt.py", "plugins/trt_class.py",
+        "pipeline/models/deepseek_v3.py", "plugins/fused_qkv_a/reference.py", "plugins/nvrtc.py",
+        "plugins/cluster.cuh", "plugins/numerics.cuh", "plugins/wgmma.cuh", "plugins/trt.py", "plugins/trt_class.py",
         *(f"plugins/{name}/{file}" for name in ("quantize", "router_gemm", "topk_router") for file in PLUGIN),
     ),
     "torch": ("plugins/mla_prefill/crossover.py", "plugins/topk_router/reference.py", "triton_repo/torch/1/runtime.py"),

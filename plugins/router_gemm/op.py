@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from pipeline.core.errors import ConfigError
-from plugins.nvrtc import Source, aligned
+from plugins.nvrtc import Source, aligned, tensor_map
 from plugins.router_gemm import reference
 
 __all__ = ["router_gemm"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"))
-MAX_TOKENS = 64
+MANY = Source(Path(__file__).with_name("many.cu"), specific=True)
+MAX_TOKENS, MANY_TOKENS = 64, 32
+"""Beyond the second, the kernel of Hopper alone, where it fits."""
 CHUNK = 32
 """Elements of H that a warp takes at a time."""
 MOST_SPLIT = 8
@@ -28,6 +30,8 @@ MOST_SUMS = 32
 """Tiles of tokens times warps of a CTA whose sums have a place in shared memory."""
 FEW_TOKENS, FEW_TURNS = 2, 4
 """Up to these tokens it is faster without tensor cores; loads of a row that a thread has on their way."""
+MANY_EXPERTS, MANY_COLUMNS, MANY_THREADS, TILE_BYTES = 32, 64, 128, 1024
+"""Of the kernel for many tokens: experts of a cluster, elements of H of a tile, threads of a CTA, alignment of tiles."""
 WIDE = 1024
 """From these experts on, two CTAs that share a sum over H fill the chip; else it takes eight."""
 
@@ -56,9 +60,25 @@ def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> 
         if tokens <= FEW_TOKENS and experts < WIDE and threads % 32 == 0 and threads <= 256:
             module = SOURCE.module(TOKENS=tokens, THREADS=threads, **shape)
             module.launch("router_gemm_few", (experts // tokens, 1, 1), threads, x, weight, logits, overlap=overlap)
+        elif tokens > MANY_TOKENS and logits.dtype == torch.float32 and _is_hoppers(hidden, experts):
+            _launch_many(x, weight, logits, overlap)
         else:
             name, macros, grid, threads = variant(tokens, hidden, experts)
             SOURCE.module(**macros, **shape).launch(name, grid, threads, x, weight, logits, tokens, overlap=overlap)
+
+
+def _is_hoppers(hidden: int, experts: int) -> bool:
+    """Whether the kernel for many tokens fits the shape and the current GPU."""
+    return hidden % (MANY_COLUMNS * MOST_SPLIT) == 0 and experts < WIDE and torch.cuda.get_device_capability() == (9, 0)
+
+
+def _launch_many(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool) -> None:
+    experts, hidden = weight.shape
+    shared = hidden // MOST_SPLIT * (MAX_TOKENS + MANY_EXPERTS) * 2 + TILE_BYTES
+    maps = tensor_map(x, MAX_TOKENS, MANY_COLUMNS), tensor_map(weight, MANY_EXPERTS, MANY_COLUMNS)
+    grid = experts // MANY_EXPERTS * MOST_SPLIT, 1, 1
+    module = MANY.module(HIDDEN=hidden, EXPERTS=experts)
+    module.launch("router_gemm_many", grid, MANY_THREADS, *maps, logits, len(x), overlap=overlap, shared=shared)
 
 
 def variant(

@@ -35,9 +35,11 @@ BUILDS = {
         {"HIDDEN": 7168, "EXPERTS": 2112, **gemm.variant(16, 7168, 2112)[1], "BF16_OUT": 1},
         {"HIDDEN": 7168, "EXPERTS": 256, **gemm.variant(64, 7168, 256)[1], "BF16_OUT": 0},
     ],
+    "router_gemm/many.cu": [{"HIDDEN": 7168, "EXPERTS": 256}],
 }
-"""Macros of each plugin's kernels."""
-ONLY = {name: {"sm_90": "sm_90a"} for name in ("mla_absorb", "mla_decode", "mla_prefill", "moe_grouped_gemm")}
+"""Macros of each plugin's kernels, or of one file's."""
+HOPPERS = ("mla_absorb", "mla_decode", "mla_prefill", "moe_grouped_gemm", "router_gemm/many.cu")
+ONLY = {name: {"sm_90": "sm_90a"} for name in HOPPERS}
 """Kernels for one chip alone."""
 
 
@@ -79,10 +81,12 @@ def test_a_compiled_kernel_is_kept_and_appears_whole(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source.parent.name}/{source.name}")
 def test_kernels_compile(source: Path, architecture: str) -> None:
-    target = ONLY.get(source.parent.name, {"sm_90": "sm_90", "sm_100": "sm_100"}).get(architecture)
+    file = f"{source.parent.name}/{source.name}"
+    name = file if file in BUILDS else source.parent.name
+    target = ONLY.get(name, {"sm_90": "sm_90", "sm_100": "sm_100"}).get(architecture)
     if target is None:
-        pytest.skip(f"{source.parent.name} has no kernel for {architecture}")
-    for defines in BUILDS[source.parent.name]:
+        pytest.skip(f"{name} has no kernel for {architecture}")
+    for defines in BUILDS[name]:
         options = (f"--gpu-architecture={target}", *nvrtc.FLAGS, *(f"-D{name}={value}" for name, value in defines.items()))
         assert nvrtc.compile_source(nvrtc.source_text(source), options).startswith(b"\x7fELF")
 
