@@ -26,8 +26,7 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     weight = torch.randn(COLUMNS, HIDDEN, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5
     for tokens in TOKENS:
         x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
-        if tokens <= op.FEW_TOKENS:
-            yield _product(bench, x, weight)
+        yield _product(bench, x, weight)
         for fp8 in (False, True):
             yield _tail(bench, linear(x, weight), fp8)
         yield _both(bench, x, weight)
@@ -38,14 +37,25 @@ def _product(bench: Bench, x: Tensor, weight: Tensor) -> dict[str, Any]:
     return bench.row(
         "qkv_a_gemm",
         {"tokens": len(x)},
-        lambda overlap: gemm.launch(x, weight, out, overlap),
+        lambda overlap: _multiply(x, weight, out, overlap),
         error=lambda: relative(out, wanted),
         eager=lambda: linear(x, weight),
+        compiled=lambda: compiled(linear)(x, weight),
         peers=_peers(x, weight),
         right=lambda found: relative(found, wanted) < 5e-3,
         moved=(x.numel() + weight.numel() + out.numel()) * 2,
+        flops=2 * len(x) * weight.numel(),
         cold=True,
+        overlaps=len(x) <= op.FEW_TOKENS,
     )
+
+
+def _multiply(x: Tensor, weight: Tensor, out: Tensor, overlap: bool) -> None:
+    """What the op takes: beyond a few tokens cuBLAS."""
+    if len(x) <= op.FEW_TOKENS:
+        gemm.launch(x, weight, out, overlap)
+    else:
+        torch.mm(x, weight.t(), out=out)
 
 
 def _peers(x: Tensor, weight: Tensor) -> dict[str, Call]:
@@ -119,10 +129,7 @@ def _both(bench: Bench, x: Tensor, weight: Tensor) -> dict[str, Any]:
     qkv = x.new_empty((len(x), COLUMNS))
 
     def ours(overlap: bool) -> None:
-        if len(x) <= op.FEW_TOKENS:
-            gemm.launch(x, weight, qkv, overlap)
-        else:
-            torch.mm(x, weight.t(), out=qkv)
+        _multiply(x, weight, qkv, overlap)
         op.launch(qkv, *inputs, q_a, 1.0, EPS, overlap)
 
     moved = (x.numel() + weight.numel() + 2 * qkv.numel()) * 2

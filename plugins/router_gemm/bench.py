@@ -8,31 +8,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.bench import Bench, Call, relative
+from plugins.bench import Bench, Call, compiled, relative
 from plugins.router_gemm import op
 
 __all__ = ["rows"]
 
-HIDDEN, EXPERTS, TOKENS = 7168, 256, (1, 2, 4, 8, 16, 32, 64)
+HIDDEN, EXPERTS, TOKENS = 7168, 256, (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
-    """DeepSeek-R1's, with weights in L2 and (cold) not."""
+    """DeepSeek-R1's, with weights in L2 and (cold) not; beyond 64 tokens the op takes cuBLAS."""
+    weight = torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5
     for tokens in TOKENS:
-        x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
-        weight = torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5
-        wanted, logits = x.double() @ weight.double().t(), torch.full((tokens, EXPERTS), torch.nan, device="cuda")
-        yield bench.row(
-            "router_gemm",
-            {"model": "deepseek_r1", "tokens": tokens},
-            lambda overlap, x=x, weight=weight, logits=logits: op.launch(x, weight, logits, overlap),
-            error=lambda logits=logits, wanted=wanted: relative(logits, wanted),
-            eager=lambda x=x, weight=weight: x.float() @ weight.float().t(),
-            peers=_peers(x, weight),
-            right=lambda found, wanted=wanted: relative(found, wanted) < 1e-5,
-            moved=x.numel() * 2 + weight.numel() * 2 + wanted.numel() * 4,
-            cold=True,
-        )
+        yield _row(bench, torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16), weight)
+
+
+def _row(bench: Bench, x: Tensor, weight: Tensor) -> dict[str, Any]:
+    wanted, kernel = x.double() @ weight.double().t(), len(x) <= op.MAX_TOKENS
+    logits = torch.full((len(x), EXPERTS), torch.nan, device="cuda")
+
+    def ours(overlap: bool) -> None:
+        nonlocal logits
+        if kernel:
+            op.launch(x, weight, logits, overlap)
+        else:
+            logits = op.router_gemm(x, weight)
+
+    return bench.row(
+        "router_gemm",
+        {"model": "deepseek_r1", "tokens": len(x)},
+        ours,
+        error=lambda: relative(logits, wanted),
+        eager=lambda: _eager(x, weight),
+        compiled=lambda: compiled(_eager)(x, weight),
+        peers=_peers(x, weight),
+        right=lambda found: relative(found, wanted) < 1e-5,
+        moved=x.numel() * 2 + weight.numel() * 2 + wanted.numel() * 4,
+        flops=2 * len(x) * weight.numel(),
+        cold=True,
+        overlaps=kernel,
+    )
+
+
+def _eager(x: Tensor, weight: Tensor) -> Tensor:
+    return x.float() @ weight.float().t()
 
 
 def _peers(x: Tensor, weight: Tensor) -> dict[str, Call]:
