@@ -56,11 +56,12 @@ __device__ __forceinline__ void rotate(u8* row, const float (&x)[8], const float
   store(row, LATENT + ROPE / 2 + 4 * lane, high, inverse);
 }
 
-// qkv [N, Q + LATENT + ROPE], cos_sin [positions, ROPE] -> q_a [N, Q], cache[slots[n]]
+// qkv [N, Q + LATENT + ROPE], cos_sin [positions, ROPE] -> q_a [N, Q], cache[slots[n]]. What the kernel before may be writing is not
+// __restrict__: it would be loaded before the wait.
 extern "C" __global__ void __launch_bounds__(THREADS)
-norm_rope_cache(const uint4* __restrict__ qkv, const uint4* __restrict__ q_norm, const uint4* __restrict__ kv_norm,
-                const float* __restrict__ cos_sin, const int* __restrict__ positions, const long long* __restrict__ slots,
-                u8* __restrict__ cache, uint4* __restrict__ q_a, float eps, float inverse) {
+norm_rope_cache(const uint4* qkv, const uint4* __restrict__ q_norm, const uint4* __restrict__ kv_norm,
+                const float* __restrict__ cos_sin, const int* positions, const long long* slots, u8* cache, uint4* q_a, float eps,
+                float inverse) {
   __shared__ float sums[NORM_WARPS];
   const int t = threadIdx.x, token = blockIdx.x;
   const bool is_q = t < Q_THREADS, is_rope = t >= Q_THREADS + KV_THREADS, idle = t >= Q_THREADS + KV_THREADS + ROPE_THREADS;

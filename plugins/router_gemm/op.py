@@ -30,8 +30,8 @@ MOST_SUMS = 32
 """Tiles of tokens times warps of a CTA whose sums have a place in shared memory."""
 FEW_TOKENS, FEW_TURNS = 2, 4
 """Up to these tokens it is faster without tensor cores; loads of a row that a thread has on their way."""
-MANY_EXPERTS, MANY_COLUMNS, MANY_THREADS, TILE_BYTES = 32, 64, 128, 1024
-"""Of the kernel for many tokens: experts of a cluster, elements of H of a tile, threads of a CTA, alignment of tiles."""
+MANY_EXPERTS, MANY_COLUMNS, MANY_THREADS, TILE_BYTES, MOST_HIDDEN = 32, 64, 128, 1024, 9216
+"""Of the kernel for many tokens: experts of a cluster, elements of H of a tile, threads, alignment of tiles, H that fits."""
 WIDE = 1024
 """From these experts on, two CTAs that share a sum over H fill the chip; else it takes eight."""
 
@@ -69,7 +69,8 @@ def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> 
 
 def _is_hoppers(hidden: int, experts: int) -> bool:
     """Whether the kernel for many tokens fits the shape and the current GPU."""
-    return hidden % (MANY_COLUMNS * MOST_SPLIT) == 0 and experts < WIDE and torch.cuda.get_device_capability() == (9, 0)
+    sizes = hidden % (MANY_COLUMNS * MOST_SPLIT) == 0 and hidden <= MOST_HIDDEN and experts < WIDE
+    return sizes and torch.cuda.get_device_capability() == (9, 0)
 
 
 def _launch_many(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool) -> None:

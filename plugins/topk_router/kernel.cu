@@ -116,9 +116,10 @@ __device__ __forceinline__ bool take(u32 (&held)[HELD], int (&slots)[HELD], int*
   return TIES || pairs == 0;
 }
 
-// logits [tokens, EXPERTS], bias [EXPERTS] -> weights and indices [tokens, TOP_K]
+// logits [tokens, EXPERTS] (not __restrict__: they would be loaded before the wait), bias [EXPERTS] -> weights and indices
+// [tokens, TOP_K]
 extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
-topk_router(const float* __restrict__ logits, const float* __restrict__ bias, float* __restrict__ weights,
+topk_router(const float* logits, const float* __restrict__ bias, float* __restrict__ weights,
             int* __restrict__ indices, int tokens, float scale) {
   alignas(16) __shared__ u32 dealt_keys[MAX_WARPS][CANDIDATES];
   alignas(16) __shared__ float scores[MAX_WARPS][EXPERTS];
