@@ -98,13 +98,27 @@ __device__ __forceinline__ float decode_e4m3(u32 code) {
   return (code & 0x7Fu) == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : value;
 }
 
-// float32 -> E2M1, ties to the even code, at most 6 in size (NaN too). Adding 2^22 times the value's power of two (at least 1)
-// rounds to a mantissa of one bit, or to halves below 1; each power of two is two codes further.
-__device__ __forceinline__ u32 e2m1(float value) {
-  const float size = fminf(fabsf(value), 6.f);
-  const u32 power = max(__float_as_uint(size) & 0x7F800000u, 0x3F800000u), large = power + (22u << 23);
-  const u32 steps = __float_as_uint(size + __uint_as_float(large)) - large;
-  return (steps + (power >> 22) - 254u) | (__float_as_uint(value) >> 28 & 8u);
+// A size of at least 0 -> its E2M1 code (0, 1/2, 1, 3/2, 2, 3, 4, 6; ties to the even code; NaN too is 6) + 0x4B000000. Codes count
+// halves up to 2, ones from 2 (code 4) to 4, twos from 4 (code 6) on: the least of the three, each rounded by adding 2^23.
+__device__ __forceinline__ u32 e2m1_steps(float size) {
+  const float halves = fmaf(size, 2.f, 0x1p23f), ones = size + (0x1p23f + 2.f), twos = fmaf(size, 0.5f, 0x1p23f + 4.f);
+  return min(min(__float_as_uint(halves), __float_as_uint(ones)), min(__float_as_uint(twos), 0x4B000007u));
+}
+
+// Eight BF16 times `factor`, of which NaN makes all 6 -> their E2M1 codes, the first in the lowest bits.
+__device__ __forceinline__ u32 e2m1_codes(uint4 v, float factor) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  u32 codes = 0;
+#pragma unroll
+  for (int w = 3; w >= 0; --w) {
+    const u32 sizes = words[w] & 0x7FFF7FFFu;
+    codes = (codes << 4) + e2m1_steps(second_of(sizes) * factor);
+    codes = (codes << 4) + e2m1_steps(first_of(sizes) * factor);
+  }
+  const u32 first_signs = __byte_perm(__byte_perm(v.x, v.y, 0x51), __byte_perm(v.z, v.w, 0x51), 0x5410);
+  const u32 second_signs = __byte_perm(__byte_perm(v.x, v.y, 0x73), __byte_perm(v.z, v.w, 0x73), 0x5410);
+  const u32 signs = (first_signs >> 4 & 0x08080808u) | (second_signs & 0x80808080u);
+  return (codes - 0xFB000000u) | (factor == factor ? signs : 0u);
 }
 
 __device__ __forceinline__ float decode_e2m1(u32 code) {

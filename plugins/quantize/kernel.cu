@@ -94,13 +94,7 @@ nvfp4_quantize(const uint4* __restrict__ x, const float* __restrict__ input_scal
     quad_scales |= __shfl_xor_sync(~0u, quad_scales, 2);
     quad_scales |= __shfl_xor_sync(~0u, quad_scales, 4);
     if (piece < pieces) {
-      const float inverse = inverses[code];
-      const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-      u32 eight = 0;
-#pragma unroll
-      for (int w = 0; w < 4; ++w)
-        eight |= (e2m1(first_of(words[w]) * inverse) | e2m1(second_of(words[w]) * inverse) << 4) << 8 * w;
-      codes[row * code_stride + column] = eight;
+      codes[row * code_stride + column] = e2m1_codes(v[i], inverses[code]);
       if (piece % 8 == 0) scales[scale_word(row, column / 8, scale_stride)] = quad_scales;
     } else if (piece - pieces < padding) {
       const u32 word = pieces / 8 + piece - pieces;
