@@ -167,7 +167,7 @@ def tables(rows: list[Row]) -> str:
 def is_shown(row: Row) -> bool:
     """Whether it stands in the first table."""
     wanted = SHOWN.get(row["plugin"])
-    return wanted is not None and all(row[key] in values for key, values in wanted.items())
+    return wanted is not None and all(row.get(key) in values for key, values in wanted.items())
 
 
 def table(rows: Iterator[Row]) -> Iterator[str]:
