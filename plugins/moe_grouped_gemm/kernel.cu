@@ -1,13 +1,13 @@
 // Grouped products of R1's experts on Hopper, for few rows an expert: weights are the matrix instructions' first operand.
 //
-// A CTA has 256 rows of an expert's weights (SWIGLU: 128 of gate and the same 128 of up, else 256 of down) against up to 128
-// rows of activations, padded to 8, 16, 32, 64 or 128, whichever suffices. A warp keeps a ring of stages full, 128 bytes of
+// A CTA has 256 rows of an expert's weights (SWIGLU: 128 of gate and the same 128 of up, else 256 of down) against up to MOST
+// rows of activations, padded to 8, 16, 32, 64, 96 or 128, whichever suffices. A warp keeps a ring of stages full, 128 bytes of
 // each weight row a stage, with the copy engine; two warpgroups take 64 rows of both halves each, so that a thread has gate
 // and up of the same element: silu(gate) * up is quantised and written without a trip to memory. CTAs stay; the work they share is
 // what `moe_permute` found: experts without rows cost nothing. While sums are written, loads for the next work go on.
 //
-// Time is that of reading the weights: 128 KB are on their way to every multiprocessor. Compiled by NVRTC for sm_90a: NVFP4
-// (weights; else FP8 in blocks), SWIGLU, COLUMNS (of a weight row), ROWS (columns of the result).
+// Time is that of reading the weights, with few rows: 128 KB are on their way to every multiprocessor. Compiled by NVRTC for
+// sm_90a: NVFP4 (weights; else FP8 in blocks), SWIGLU, COLUMNS (of a weight row), ROWS (columns of the result), MOST, CTAS.
 
 #include "../numerics.cuh"
 #include "../wgmma.cuh"
@@ -16,6 +16,7 @@ constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;  // of the 3 * 168 that CTAs begin with
 
 #include "work.cuh"
+#include "pair.cuh"
 #if NVFP4
 #include "nvfp4.cuh"
 #else
@@ -30,27 +31,34 @@ struct Result {
 
 __device__ __forceinline__ float silu(float value) { return __fdividef(value, 1.f + exp2_fast(value * -1.442695041f)); }
 
-// Sums of both halves as BF16 rows.
+// Sums of both halves as BF16 rows, 8 columns of one to a lane.
 template <int N>
 __device__ __forceinline__ void write_outer(const Item& item, const float (&sums)[2][N / 2], const Result& result) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int column = (2 * item.tile + half) * BLOCK + threadIdx.x / 32 * 16 + lane % 4 * 2;
+    const int column = (2 * item.tile + half) * BLOCK + threadIdx.x / 32 * 16 + lane % 2 * 8;
 #pragma unroll
-    for (int i = 0; i < N / 4; ++i) {
-      const u32 pair = transposed(bf16_pair(sums[half][2 * i], sums[half][2 * i + 1]));
-      const int row = i / 2 * 8 + lane / 4;
+    for (int j = 0; j < N / 4; j += 4) {
+      u32 words[4] = {};
+#pragma unroll
+      for (int i = j; i < j + 4 && i < N / 4; ++i) words[i - j] = transposed(bf16_pair(sums[half][2 * i], sums[half][2 * i + 1]));
+      transpose(words);
+      const int row = 4 * j + lane % 4 / 2 * 8 + lane / 4;
       if (row < item.rows && column < ROWS)
-        *(u32*)((u16*)result.rows + (size_t)(item.slot + row) * ROWS + column + i % 2 * 8) = pair;
+        *(uint4*)((u16*)result.rows + (size_t)(item.slot + row) * ROWS + column) =
+            make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }
 
+// The scales of what comes after `item` are on their way while its sums are written.
 template <int N>
-__device__ __forceinline__ void work_on(Shared& shared, const Item& item, const float* scales, Turn& turn, const Result& result) {
+__device__ __forceinline__ void work_on(Shared& shared, const Item& item, const Place& next, Scales& scales, Turn& turn,
+                                        const Result& result) {
   float sums[2][N / 2] = {};
-  accumulate<N>(shared, item, scales, turn, sums);
+  accumulate<N>(shared, scales, turn, sums);
+  scales.begin(next.item());
   if constexpr (SWIGLU) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sums[0][i] = silu(sums[0][i]) * sums[1][i];
@@ -60,18 +68,27 @@ __device__ __forceinline__ void work_on(Shared& shared, const Item& item, const 
   }
 }
 
-__device__ __forceinline__ void consume(Shared& shared, const int4* work, const float* scales, const Result& result) {
+__device__ __forceinline__ void consume(Shared& shared, const int4* work, const float* more_scales, const Result& result) {
+  const int items = work[0].x * TURNS, rank = cluster_rank(), clusters = gridDim.x / CTAS;
+  int index = blockIdx.x / CTAS;
+  if (index >= items) return;
   Turn turn;
-  const int items = work[0].x * TILES;
+  Place place(work, index, rank);
+  Scales scales{more_scales};
+  scales.begin(place.item());
 #pragma unroll 1
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
-    const Item item(work, index);
-    if (item.rows <= 8) work_on<8>(shared, item, scales, turn, result);
-    else if (item.rows <= 16) work_on<16>(shared, item, scales, turn, result);
-    else if (item.rows <= 32) work_on<32>(shared, item, scales, turn, result);
-    else if (item.rows <= 64) work_on<64>(shared, item, scales, turn, result);
+  for (; index < items; index += clusters) {
+    const Item item = place.item();
+    place = Place(work, index + clusters < items ? index + clusters : index, rank);
+    if (item.rows <= 8) work_on<8>(shared, item, place, scales, turn, result);
+    else if (item.rows <= 16) work_on<16>(shared, item, place, scales, turn, result);
+    else if (item.rows <= 32) work_on<32>(shared, item, place, scales, turn, result);
+    else if (item.rows <= 64) work_on<64>(shared, item, place, scales, turn, result);
+#if MOST > 64
 #if !NVFP4
-    else work_on<128>(shared, item, scales, turn, result);
+    else if (item.rows <= 96) work_on<96>(shared, item, place, scales, turn, result);
+#endif
+    else work_on<128>(shared, item, place, scales, turn, result);
 #endif
   }
 }
@@ -79,46 +96,50 @@ __device__ __forceinline__ void consume(Shared& shared, const int4* work, const 
 // The first stages' weights do not wait for the kernel before this one, which makes the activations.
 __device__ __forceinline__ void produce(Shared& shared, const Maps& maps, const int4* work) {
   Turn turn;
-  const int items = work[0].x * TILES;
+  const int items = work[0].x * TURNS, rank = cluster_rank();
   bool early = true;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
-    const Item item(work, index);
+  for (int index = blockIdx.x / CTAS; index < items; index += gridDim.x / CTAS) {
+    const Item item = Place(work, index, rank).item();
     if (early) {
-      for (int step = 0; step < EARLY; ++step) load_weights(shared, maps, item, step, step);
+      for (int step = 0; step < EARLY; ++step) load_weights(shared, maps, item, step, step, rank);
       wait_before_next();
     }
 #pragma unroll 1
     for (int step = 0; step < STEPS; ++step, turn.next()) {
       if (!early || step >= EARLY) {
         barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);
-        load_weights(shared, maps, item, step, turn.stage);
+        load_weights(shared, maps, item, step, turn.stage, rank);
       }
-      load_rows(shared, maps, item, step, turn.stage);
+      load_rows(shared, maps, item, step, turn.stage, rank);
     }
     early = false;
   }
 }
 
-// weights [E * HEIGHT, bytes], rows [slots, COLUMNS]; `scales` and `more_scales` are FP8: of rows [COLUMNS / 128, slots], and F32 of
+// weights [E * HEIGHT, bytes], rows [slots, COLUMNS]; `scales`, `more_scales`: FP8, of rows [COLUMNS / 128, slots], and F32 of
 // weights [E * HEIGHT / 128, COLUMNS / 128]; NVFP4: of weights, E4M3 [E * HEIGHT, COLUMNS / 16], and F32 of experts [E]
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1)
 moe_product(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap rows,
-            const __grid_constant__ TensorMap scales, const float* __restrict__ more_scales, const int4* __restrict__ work,
-            void* __restrict__ out, float* __restrict__ out_scales, int stride) {
+            const __grid_constant__ TensorMap more_rows, const __grid_constant__ TensorMap scales,
+            const float* __restrict__ more_scales, const int4* __restrict__ work, void* __restrict__ out,
+            float* __restrict__ out_scales, int stride) {
   extern __shared__ char memory[];
   Shared& shared = *(Shared*)(memory + (-shared_address(memory) & 1023));
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) barrier_init(&shared.full[i], 1), barrier_init(&shared.empty[i], CONSUMERS / 32);
-    publish();
+    for (int i = 0; i < STAGES; ++i)
+      barrier_init(&shared.full[i], 1), barrier_init(&shared.empty[i], CTAS * CONSUMERS / 32);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  if (CTAS > 1) cluster_meet();
   if (__shfl_sync(~0u, threadIdx.x / 128, 0) == CONSUMERS / 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
-    if (threadIdx.x == CONSUMERS) produce(shared, Maps{&weights, &rows, &scales}, work);
+    if (threadIdx.x == CONSUMERS) produce(shared, Maps{&weights, &rows, &more_rows, &scales}, work);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
     wait_before_next();
     consume(shared, work, more_scales, Result{out, out_scales, stride});
   }
+  if (CTAS > 1) cluster_meet();  // none ends while the other still writes to it
 }

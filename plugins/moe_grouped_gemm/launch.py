@@ -14,22 +14,27 @@ from plugins.moe_grouped_gemm.reference import Weights
 from plugins.nvrtc import Source, aligned, processors, tensor_map
 from plugins.quantize.reference import FP8, FP8_GROUP
 
-__all__ = ["Products", "Route", "experts", "finalize", "gather", "has_kernel", "permute", "places", "product", "rows", "swiglu"]
+__all__ = [
+    "ALIGN", "MOST_ROWS", "Products", "Route", "experts", "finalize", "gather", "has_kernel", "most_rows", "permute", "places",
+    "product", "rows", "swiglu",
+]  # fmt: skip
 
 KERNEL = Source(Path(__file__).with_name("kernel.cu"), specific=True)
 ROUTE = Source(Path(__file__).with_name("route.cu"))
-MOST_ROWS = {False: 128, True: 64}
-"""Rows of activations of a tile, NVFP4 or not."""
+MOST_ROWS = 128
+"""Rows of activations of a tile."""
+FEW_ROWS = 64
+"""Of a tile of NVFP4 that leaves space for a third stage of weights."""
 ALIGN = {False: 4, True: 1}
-"""Where an expert's slots may begin: the copy engine takes scales from multiples of 16 bytes on."""
+"""Where an expert's slots may begin, NVFP4 or not: the copy engine takes scales from multiples of 16 bytes on."""
+CTAS = {False: 2, True: 1}
+"""Of a cluster, which share what they read."""
 COLUMNS = {False: 128, True: 256}
 """What rows must be multiples of."""
-SHARED = {False: 4 * (2 * 16384 + 16384 + 512) + 9 * 128 * 4 + 1152, True: 3 * (2 * 16384 + 32768 + 4096) + 9 * 64 * 4 + 1152}
-"""Bytes of stages, a tile's largest magnitudes, barriers, and their alignment."""
 PERMUTE_THREADS, GATHER_THREADS, PRODUCT_THREADS = 1024, 256, 384
 RESIDENT = 8
 """Blocks of GATHER_THREADS on a multiprocessor."""
-HALF, BOX = 128, 8
+HALF, BOX, MORE = 128, 8, 32
 """Rows of weights, and of activations, that one copy takes."""
 Rows = tuple[Tensor, Tensor | None]
 """Activations, and the scales of FP8 ones."""
@@ -45,6 +50,8 @@ class Route(NamedTuple):
     """I32 [1 + tiles, 4]"""
     ends: Tensor
     """I32 [E]: the slot after an expert's last row."""
+    most: int
+    """Rows of a tile."""
 
 
 class Products(NamedTuple):
@@ -83,7 +90,7 @@ def experts(
     BF16 [T, H] that are added to the result. `products`: others than ours.
     """
     nvfp4 = len(gate_up) == 3
-    products = products or Products(MOST_ROWS[nvfp4], ALIGN[nvfp4], _both)
+    products = products or Products(most_rows(nvfp4, indices.numel(), len(gate_up[0])), ALIGN[nvfp4], _both)
     with torch.cuda.device(x.device):
         route = permute(indices, len(gate_up[0]), first, products.most, products.align, overlap)
         outer = products.both(gather(x, route, indices.shape[1], nvfp4), gate_up, down, route)
@@ -100,14 +107,19 @@ def _both(gathered: Rows, gate_up: Weights, down: Weights, route: Route) -> Tens
     return outer
 
 
+def most_rows(nvfp4: bool, pairs: int, experts: int) -> int:
+    """Rows of a tile: few of NVFP4 where an expert cannot expect more, even if all pairs are this rank's."""
+    return FEW_ROWS if nvfp4 and pairs <= FEW_ROWS * experts else MOST_ROWS
+
+
 def permute(indices: Tensor, experts: int, first: int, most: int, align: int = 1, overlap: bool = False) -> Route:
     """indices I32 [T, K] -> the pairs by expert, from a multiple of `align` on, and tiles of at most `most` of an expert's"""
     count = indices.numel()
     capacity = (count + (align - 1) * min(count, experts)) // align * align
     sizes = (experts + 1,), (capacity,), (count,), (1 + min(count, experts + count // most), 4), (experts,)
-    route = Route(*(indices.new_empty(size) for size in sizes))
+    route = Route(*(indices.new_empty(size) for size in sizes), most)
     module = ROUTE.module(HIDDEN=FP8_GROUP, TOP_K=1)
-    arguments = aligned(indices), *route, count, capacity, experts, first, most, align
+    arguments = aligned(indices), *route[:-1], count, capacity, experts, first, most, align
     module.launch("moe_permute", (1, 1, 1), PERMUTE_THREADS, *arguments, overlap=overlap)
     return route
 
@@ -145,14 +157,23 @@ def product(weights: Weights, values: Rows, route: Route, out: Rows, overlap: bo
     """
     (codes, scales, *rest), (given, given_scales), (result, result_scales) = weights, values, out
     columns, swiglu = given.shape[1], codes.shape[1] != result.shape[1]
-    moved = tensor_map(codes.flatten(0, 1), HALF, 128, True), tensor_map(given, BOX, 128 // given.element_size(), True)
-    third = tensor_map(scales.flatten(0, 1), HALF, 16) if given_scales is None else tensor_map(given_scales, 1, 128)
     nvfp4 = given_scales is None
-    module = KERNEL.module(NVFP4=int(nvfp4), SWIGLU=int(swiglu), COLUMNS=columns, ROWS=result.shape[1])
+    boxes = (tensor_map(given, height, 128 // given.element_size(), True) for height in (BOX, MORE))
+    moved = tensor_map(codes.flatten(0, 1), HALF, 128, True), *boxes
+    third = tensor_map(scales.flatten(0, 1), HALF, 16) if nvfp4 else tensor_map(given_scales, 1, 128)
+    sizes = {"COLUMNS": columns, "ROWS": result.shape[1], "MOST": route.most, "CTAS": CTAS[nvfp4]}
+    module = KERNEL.module(NVFP4=int(nvfp4), SWIGLU=int(swiglu), **sizes)
     written = result, (result if result_scales is None else result_scales), 0 if result_scales is None else result_scales.shape[1]
     arguments = *moved, third, (rest[0] if nvfp4 else scales), route.work, *written
     grid = processors(result.device) // 2 * 2, 1, 1
-    module.launch("moe_product", grid, PRODUCT_THREADS, *arguments, overlap=overlap, shared=SHARED[nvfp4])
+    module.launch("moe_product", grid, PRODUCT_THREADS, *arguments, overlap=overlap, shared=_shared(nvfp4, route.most))
+
+
+def _shared(nvfp4: bool, most: int) -> int:
+    """Bytes of stages, a tile's largest magnitudes, barriers, and their alignment."""
+    weights, activations = 2 * 16384, 128 * most
+    stages = (2 if most > FEW_ROWS else 3) * (weights + 4096 + 4 * activations) if nvfp4 else 4 * (weights + activations + 4 * most)
+    return stages + 9 * most * 4 + 1152
 
 
 def finalize(outer: Tensor, weights: Tensor, slots: Tensor, out: Tensor, added: Tensor | None = None) -> None:

@@ -17,6 +17,9 @@ PRODUCT(8, PLACES_4, FOUR(s, 0), "%4,%5,%6,%7", "%8")
 PRODUCT(16, PLACES_8, SUMS_8(s, 0), "%8,%9,%10,%11", "%12")
 PRODUCT(32, PLACES_16, SUMS_16(s, 0), "%16,%17,%18,%19", "%20")
 PRODUCT(64, PLACES_32, SUMS_32(s, 0), "%32,%33,%34,%35", "%36")
+#if MOST > 64
+PRODUCT(128, PLACES_64, SUMS_64(s), "%64,%65,%66,%67", "%68")
+#endif
 
 __device__ __forceinline__ constexpr int place(int k) {
   return (k & ~255) + k / 8 % 8 * 32 + k % 4 * 8 + k / 64 % 4 * 2 + k / 4 % 2;
@@ -79,39 +82,40 @@ __device__ __forceinline__ void take_half(Shared& shared, int stage, int half, f
   }
 }
 
+struct Scales {
+  const float* all;  // of experts
+  float now;
+  __device__ __forceinline__ void begin(const Item& item) { now = __ldg(all + item.expert) * UNIT; }
+};
+
 template <int N>
-__device__ __forceinline__ void accumulate(Shared& shared, const Item& item, const float* expert_scales, Turn& turn,
-                                           float (&sums)[2][N / 2]) {
+__device__ __forceinline__ void accumulate(Shared& shared, Scales& scales, Turn& turn, float (&sums)[2][N / 2]) {
 #pragma unroll 1
   for (int step = 0; step < STEPS; ++step, turn.next()) {
     barrier_wait(&shared.full[turn.stage], turn.parity);
     take_half<N>(shared, turn.stage, 0, sums[0]);
     take_half<N>(shared, turn.stage, 1, sums[1]);
     wgmma_wait<0>();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[turn.stage]);
+    release(&shared.empty[turn.stage]);
   }
-  const float factor = expert_scales[item.expert] * UNIT;
 #pragma unroll
-  for (int i = 0; i < N; ++i) sums[i / (N / 2)][i % (N / 2)] *= factor;
+  for (int i = 0; i < N; ++i) sums[i / (N / 2)][i % (N / 2)] *= scales.now;
 }
 
 // One thread: a stage's codes and scales,
-__device__ __forceinline__ void load_weights(Shared& shared, const Maps& maps, const Item& item, int step, int stage) {
+__device__ __forceinline__ void load_weights(Shared& shared, const Maps& maps, const Item& item, int step, int stage, int rank) {
   u64* full = &shared.full[stage];
   barrier_expect(full, 2 * HALF + PANELS * item.boxes() * BOX + sizeof(shared.scales[0]));
   for (int half = 0; half < 2; ++half) {
-    copy_tile(shared_address(shared.weights[stage]) + half * HALF, maps.weights, step * 128, item.weight_row(half), full);
-    copy_tile(shared_address(shared.scales[stage]) + half * BLOCK * 16, maps.scales, step * 16, item.weight_row(half), full);
+    copy_half(shared.weights[stage] + half * HALF, maps.weights, step * 128, item, half, rank, full);
+    copy_half(shared.scales[stage] + half * BLOCK * 16, maps.scales, step * 16, item, half, rank, full);
   }
 }
 
-// and four panels of 64 columns of its activations in boxes of 8 rows.
-__device__ __forceinline__ void load_rows(Shared& shared, const Maps& maps, const Item& item, int step, int stage) {
+// and four panels of 64 columns of its activations.
+__device__ __forceinline__ void load_rows(Shared& shared, const Maps& maps, const Item& item, int step, int stage, int rank) {
   for (int panel = 0; panel < PANELS; ++panel)
-    for (int i = 0; i < item.boxes(); ++i)
-      copy_tile(shared_address(shared.rows[stage]) + panel * PANEL + i * BOX, maps.rows, step * STEP + panel * 64,
-                item.slot + 8 * i, &shared.full[stage]);
+    copy_rows(shared.rows[stage] + panel * PANEL, maps, item, step * STEP + panel * 64, rank, &shared.full[stage]);
 }
 
 // silu(gate) * up as BF16 [slots, ROWS], columns in the order of the next product.
@@ -124,7 +128,7 @@ __device__ __forceinline__ void write_inner(Shared&, const Item& item, const flo
     for (int i = 0; i < 2; ++i) {
       const u32 pair = transposed(bf16_pair(h[4 * j + 2 * i], h[4 * j + 2 * i + 1]));
       const int row = 8 * j + lane / 4;
-      if (row >= item.rows) continue;
+      if (row >= item.written()) continue;
       u16* to = (u16*)out + (size_t)(item.slot + row) * ROWS;
       to[place(column + 8 * i)] = (u16)pair, to[place(column + 8 * i + 1)] = (u16)(pair >> 16);
     }

@@ -16,8 +16,8 @@ add a shared expert, BF16 [2S, H] and [H, S], in BF16 as eager torch would; on t
 The kernels need sm_90, H and I of multiples of 128 (NVFP4: 256), at most 1024 experts and 32 of a token; other cases are computed
 one expert after the other in plain torch. They ask the host nothing: a step can be captured in a graph, and gives the same bits
 each time; space is taken for all pairs, which may all be this rank's: 3 H + I bytes each (NVFP4: 4 H + 2 I).
-Up to 32 rows an expert FP8 weights are read at 3.7 to 4.2 TB/s on an H200, faster than by any peer measured; from 128 rows on
-DeepGEMM's masked products win (`benchmarks/`), whose layout gives every expert room for the most rows that one may get.
+FP8 goes through DeepGEMM's products where `tactics.json` has all of it measured faster and it is installed: on an H200 from
+about 128 rows an expert on. gate and up are rounded to BF16 there on their way through memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def moe_permute(indices: Tensor, experts: int, first_expert: int = 0) -> tuple[T
     if not indices.is_cuda or not 0 < experts <= launch.PERMUTE_THREADS or not indices.numel():
         return plain.permute(indices, experts, first_expert)
     with torch.cuda.device(indices.device):
-        return launch.permute(indices.int(), experts, first_expert, launch.MOST_ROWS[False])[:3]
+        return launch.permute(indices.int(), experts, first_expert, launch.MOST_ROWS)[:3]
 
 
 @torch.library.custom_op("r1_pipeline::moe_fp8_block", mutates_args=())

@@ -1,7 +1,9 @@
 """Other libraries' grouped FP8 products for the benchmark, of `count` rows for each expert: [E * count, columns] lie side by side.
 
-Each takes a weights' codes and scales and the rows' (`launch.Rows`), and gives a call that gives BF16 [..., height], the first
-expert's first rows first. What a library wants in another layout is made once, outside of the call.
+Each takes the weights' codes and scales and the rows' (`launch.Rows`), and gives a call that gives BF16 [..., height], the first
+expert's first rows first. What a library wants in another layout is made once, outside of the call. Not here: sgl-kernel's
+es_fp8_blockwise_scaled_grouped_mm, which took the same time, and TensorRT-LLM's fp8_block_scaling_moe_gemm, whose own compilation
+failed where these ran.
 """
 
 from __future__ import annotations
@@ -20,8 +22,6 @@ __all__ = ["PEERS"]
 
 MASKED_ROWS = 128
 """Room of an expert at least, in DeepGEMM's masked layout."""
-TRT_ALIGN = 32
-"""TensorRT-LLM's scales of an expert begin at multiples of it."""
 WORKSPACE = 64 << 20
 
 
@@ -47,12 +47,12 @@ def _deep_gemm(weights: Weights, rows: launch.Rows, count: int) -> Call:
 
 def _sgl(weights: Weights, rows: launch.Rows, count: int) -> Call:
     """CUTLASS, one problem an expert; scales of rows lie as the rows do."""
-    (codes, scales), experts, used = weights, len(weights[0]), len(weights[0]) * count
-    height, columns = codes.shape[1:]
+    codes, scales = weights
+    experts, height, columns = codes.shape
+    used = experts * count
     out = torch.empty(used, height, device="cuda", dtype=torch.bfloat16)
     given = rows[0][:used], codes.transpose(1, 2), rows[1][:, :used].t().contiguous(), scales.transpose(1, 2)
-    whole = {"device": "cuda", "dtype": torch.int64}
-    inner, outer = (torch.full((experts,), width, **whole) for width in (columns, height))
+    inner, outer = (torch.full((experts,), width, device="cuda", dtype=torch.int64) for width in (columns, height))
     pointers, layouts = _empty(5, (experts,), torch.int64), _empty(2, (experts, 5), torch.int32)
     sizes = torch.tensor([[count, height, columns]] * experts, device="cuda", dtype=torch.int32)
     starts = torch.arange(0, used, count, device="cuda", dtype=torch.int32)
@@ -66,41 +66,6 @@ def _sgl(weights: Weights, rows: launch.Rows, count: int) -> Call:
     return call
 
 
-def _sgl_es(weights: Weights, rows: launch.Rows, count: int) -> Call:
-    """Its newer form for Hopper, which makes its pointers itself."""
-    (codes, scales), experts, used = weights, len(weights[0]), len(weights[0]) * count
-    height, columns = codes.shape[1:]
-    out = torch.empty(used, height, device="cuda", dtype=torch.bfloat16)
-    given = rows[0][:used], codes.transpose(1, 2), rows[1][:, :used].t().contiguous(), scales.transpose(1, 2)
-    inner, outer = (torch.full((experts,), width, device="cuda", dtype=torch.int64) for width in (columns, height))
-    sizes = torch.tensor([[count, height, columns]] * experts, device="cuda", dtype=torch.int32)
-    starts = torch.arange(0, used, count, device="cuda", dtype=torch.int32)
-    workspace = torch.empty(WORKSPACE, device="cuda", dtype=torch.uint8)
-
-    def call() -> Tensor:
-        rest = inner, inner, outer, sizes, starts, workspace
-        torch.ops.sgl_kernel.es_fp8_blockwise_scaled_grouped_mm(out, *given, *rest)
-        return out
-
-    return call
-
-
-def _trtllm(weights: Weights, rows: launch.Rows, count: int) -> Call:
-    import trtllm_kernel  # noqa: F401  registers torch.ops.trtllm
-
-    experts, used = len(weights[0]), len(weights[0]) * count
-    offsets = torch.arange(0, used + 1, count, device="cuda", dtype=torch.int64)
-    begins = (offsets + torch.arange(experts + 1, device="cuda") * (TRT_ALIGN - 1)) // TRT_ALIGN * TRT_ALIGN
-    scales = torch.zeros(len(rows[1]), int(begins[-1]), device="cuda")
-    scales[:, (begins[:-1, None] + torch.arange(count, device="cuda")).flatten()] = rows[1][:, :used]
-    given = rows[0][:used], weights[0], scales, weights[1], offsets
-
-    def call() -> Tensor:
-        return torch.ops.trtllm.fp8_block_scaling_moe_gemm(*given)
-
-    return call
-
-
 def _empty(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty(shape, device="cuda", dtype=dtype) for _ in range(count)]
 
@@ -108,6 +73,4 @@ def _empty(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tenso
 PEERS: dict[str, Callable[[Weights, launch.Rows, int], Call]] = {
     "deep_gemm": _deep_gemm,
     "sgl": _sgl,
-    "sgl_es": _sgl_es,
-    "trtllm": _trtllm,
 }

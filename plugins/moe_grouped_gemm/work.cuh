@@ -1,29 +1,46 @@
 // What a CTA of `kernel.cu` works on: 256 rows of one expert's weights against at most MOST of its rows of activations.
+//
+// With CTAS = 2 two of them make a cluster, and what both need is read once for both: the same weights against two parts of an
+// expert's rows, or the same rows (its only part, or the last of an odd number) against two tiles of its weights.
 
 constexpr int BLOCK = 128;                        // weight rows of a half: gate or up, or one after the other
-constexpr int MOST = NVFP4 ? 64 : 128;            // rows of activations
 constexpr int STEP = NVFP4 ? 256 : 128;           // columns of a stage: 128 bytes of weights a row
-constexpr int STEPS = COLUMNS / STEP, STAGES = NVFP4 ? 3 : 4;
+constexpr int STEPS = COLUMNS / STEP, STAGES = NVFP4 ? (MOST > 64 ? 2 : 3) : 4;
 constexpr int EARLY = STEPS < STAGES ? STEPS : STAGES;  // stages of weights that are loaded before the activations exist
 constexpr int HEIGHT = SWIGLU ? 2 * ROWS : ROWS;  // of an expert's weights
 constexpr int TILES = SWIGLU ? ROWS / BLOCK : (ROWS + 2 * BLOCK - 1) / (2 * BLOCK);
+constexpr int TURNS = (TILES + CTAS - 1) / CTAS;  // of a cluster for one part; the last of an odd number of tiles is for nothing
 constexpr int HALF = BLOCK * 128, BOX = 8 * 128;  // bytes of a half's stage, and of 8 rows of activations (64 BF16 or 128 FP8)
 constexpr int PANEL = MOST * 128, PANELS = NVFP4 ? 4 : 1;
 
 static_assert(COLUMNS % STEP == 0 && ROWS % BLOCK == 0, "only whole stages and halves");
 
-// Tiles of the same weights are neighbours: the L2 has them for all but the first.
+// Tiles of the same weights are neighbours: the L2 has them for all but the first. An expert's parts are of one size.
 struct Item {
   int expert, tile, slot, rows;
-  __device__ __forceinline__ Item(const int4* work, int index) {
-    const int4 found = work[1 + index / TILES];
-    const int parts = (found.w + MOST - 1) / MOST, place = index - found.y * TILES, part = place % parts;
-    expert = found.x, tile = place / parts, slot = found.z + part * MOST, rows = min(found.w - part * MOST, MOST);
+  bool same_weights;  // as the other CTA, else the same rows
+  __device__ __forceinline__ Item(int4 found, int index, int rank) {
+    const int parts = (found.w + MOST - 1) / MOST, groups = parts / CTAS, place = index - found.y * TURNS;
+    const int alone = place - groups * CTAS * TURNS, size = ((found.w + parts - 1) / parts + 7) / 8 * 8;
+    same_weights = alone < 0;
+    const int part = same_weights ? place % groups * CTAS + rank : parts - 1;
+    expert = found.x, tile = same_weights ? place / groups : alone * CTAS + rank;
+    slot = found.z + part * size, rows = min(found.w - part * size, size);
   }
   __device__ __forceinline__ int boxes() const { return (rows + 7) / 8; }
+  __device__ __forceinline__ int written() const { return tile < TILES ? rows : 0; }
   __device__ __forceinline__ int weight_row(int half) const {
     return expert * HEIGHT + (SWIGLU ? half * ROWS + tile * BLOCK : (2 * tile + half) * BLOCK);
   }
+};
+
+// What an item is made of.
+struct Place {
+  int4 found;  // of what `moe_permute` found
+  int index, rank;
+  __device__ __forceinline__ Place(const int4* work, int index, int rank)
+      : found(work[1 + index / TURNS]), index(index), rank(rank) {}
+  __device__ __forceinline__ Item item() const { return Item(found, index, rank); }
 };
 
 struct Shared {
@@ -37,9 +54,9 @@ struct Shared {
   u64 full[STAGES], empty[STAGES];
 };
 
-// What the copy engine reads.
+// What the copy engine reads: rows of activations in eights and in 32s.
 struct Maps {
-  const TensorMap *weights, *rows, *scales;
+  const TensorMap *weights, *rows, *more_rows, *scales;
 };
 
 // A place in the ring of stages.

@@ -18,11 +18,12 @@ from plugins.router_gemm import op as gemm  # noqa: E402
 SOURCES = sorted(Path(nvrtc.__file__).parent.glob("*/*.cu"))
 BUILDS = {
     "fused_qkv_a": [{"Q": 1536, "LATENT": 512, "ROPE": 64, "FP8": fp8} for fp8 in (0, 1)],
-    "mla_decode": [{"HEADS": heads, "PAGE": 64, "FP8": fp8} for heads, fp8 in ((128, 0), (16, 1))],
+    "mla_decode": [{"HEADS": heads, "PAGE": 64, "FP8": fp8, "AT_ONCE": 4 + 4 * fp8} for heads, fp8 in ((128, 0), (16, 1))],
     "moe_grouped_gemm": [
-        {"NVFP4": nvfp4, "SWIGLU": swiglu, "COLUMNS": columns, "ROWS": rows, "HIDDEN": 7168, "TOP_K": 8}
-        for nvfp4 in (0, 1)
-        for swiglu, columns, rows in ((1, 7168, 2048), (0, 2048, 7168))
+        {"NVFP4": nvfp4, "SWIGLU": swiglu, "MOST": most, "CTAS": 2 - nvfp4, "HIDDEN": 7168, "TOP_K": 8}
+        | ({"COLUMNS": 7168, "ROWS": 2048} if swiglu else {"COLUMNS": 2048, "ROWS": 7168})
+        for nvfp4, most in ((0, 128), (1, 64), (1, 128))
+        for swiglu in (1, 0)
     ],
     "mla_prefill": [{"L2_BYTES": 32 << 20}],
     "mla_absorb": [{}],
