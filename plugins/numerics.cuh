@@ -32,12 +32,11 @@ __device__ __forceinline__ uint4 load_input(const void* from) {
 #endif
 }
 
-// 16 bytes that are read once: not kept in L1, and whole 256 bytes at a time from memory.
+// The same of bytes that are read once: not kept in L1.
 __device__ __forceinline__ uint4 load_once(const void* from) {
 #ifdef __CUDA_ARCH__
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
   return v;
 #else
   return *(const uint4*)from;

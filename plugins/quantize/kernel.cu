@@ -2,9 +2,13 @@
 //
 // Memory-bound: a lane loads 16 bytes (8 values, a "piece") UNROLL times before it uses any, neighbours side by side; lanes that
 // share a group find its largest magnitude with shuffles. Codes and scales have row strides: they may be parts of one packed row,
-// which is what ranks send each other. Compiled by NVRTC: COLUMNS, UNROLL, THREADS.
+// which is what ranks send each other. Compiled by NVRTC: COLUMNS, UNROLL, THREADS and LARGE (x is more than the L2 holds).
 
 #include "../numerics.cuh"
+
+#ifndef LARGE
+#define LARGE 0
+#endif
 
 constexpr u32 ROW = COLUMNS / 8, QUADS = COLUMNS / 64;  // pieces of a row; words of four NVFP4 scales
 
@@ -31,7 +35,10 @@ fp8_quantize(const uint4* __restrict__ x, uint2* __restrict__ codes, float* __re
   u32 top = 0;
   wait_for_inputs();
 #pragma unroll
-  for (int i = 0; i < UNROLL; ++i) v[i] = first < pieces ? load_once(x + first + i * LANES) : make_uint4(0, 0, 0, 0);
+  for (int i = 0; i < UNROLL; ++i) {
+    const uint4* from = x + first + i * LANES;
+    v[i] = first >= pieces ? make_uint4(0, 0, 0, 0) : LARGE ? load_input(from) : load_once(from);
+  }
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) top = max(top, top_of(v[i]));
   const Fp8Group group(group_top<LANES>(top));

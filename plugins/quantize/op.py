@@ -81,14 +81,16 @@ def tile_nvfp4_scales(scales: Tensor) -> Tensor:
     tiled, scales = _tiled(scales), _rows(scales, WORD)
     arguments = scales, tiled, len(scales), len(tiled), scales.stride(0) // WORD
     columns = tiled.shape[1] * NVFP4_GROUP
-    _launch("tile_scales", tiled.numel() // WORD * PIECE, *arguments, columns=columns, doubled=MAX_ELEMENTS)
+    _launch("tile_scales", tiled.numel() // WORD * PIECE, *arguments, columns=columns, UNROLL=1)
     return tiled
 
 
 def launch_fp8(x: Tensor, codes: Tensor, scales: Tensor, overlap: bool = False) -> None:
     """The kernel alone, into rows of any stride. `overlap`: let it start while the kernel before it on the stream still runs."""
     arguments = x, codes, scales, x.numel() // PIECE, codes.stride(0) // PIECE, *scales.stride()
-    _launch("fp8_quantize", x.numel(), *arguments, columns=x.shape[1], doubled=FULL // 2, overlap=overlap)
+    size = x.numel() // PIECE / FULL
+    form = {"UNROLL": 2 if size > 0.5 else 1, "THREADS": 128 if size > 6 else THREADS, "LARGE": int(size > 20)}
+    _launch("fp8_quantize", x.numel(), *arguments, columns=x.shape[1], overlap=overlap, **form)
 
 
 def launch_nvfp4(x: Tensor, input_scale: Tensor, codes: Tensor, scales: Tensor, tiled: bool = False, overlap: bool = False) -> None:
@@ -158,19 +160,16 @@ def _(scales: Tensor) -> Tensor:
     return reference.tile_scales(scales)
 
 
-def _launch(
-    name: str, elements: int, *arguments: Tensor | int, columns: int, doubled: int = 2 * FULL, overlap: bool = False
-) -> None:
-    """One piece a thread, or two from so many pieces on (`doubled`)."""
+def _launch(name: str, elements: int, *arguments: Tensor | int, columns: int, overlap: bool = False, **form: int) -> None:
+    """`form`: macros of the kernel; one piece a thread while the chip is not full, then two, unless it says."""
     if not elements:
         return
     pieces = elements // PIECE
     tensor = next(value for value in arguments if isinstance(value, Tensor))
     with torch.cuda.device(tensor.device):
-        unroll = 2 if pieces >= doubled else 1
-        grid = (-(-pieces // (THREADS * unroll)), 1, 1)
-        module = SOURCE.module(COLUMNS=columns, UNROLL=unroll, THREADS=THREADS)
-        module.launch(name, grid, THREADS, *arguments, overlap=overlap)
+        form = {"UNROLL": 2 if pieces >= 2 * FULL else 1, "THREADS": THREADS} | form
+        grid = (-(-pieces // (form["THREADS"] * form["UNROLL"])), 1, 1)
+        SOURCE.module(COLUMNS=columns, **form).launch(name, grid, form["THREADS"], *arguments, overlap=overlap)
 
 
 def _rows(tensor: Tensor, unit: int) -> Tensor:

@@ -10,11 +10,11 @@
 // One or two tokens are faster without tensor cores and clusters (router_gemm_few).
 //
 // Weights do not depend on the kernel before: with programmatic dependent launch they are loaded while it still runs. The choice of
-// experts is a kernel of its own: with dependent launch both take 3.2 us at 1 token, 3.5 at 8, 3.9 at 16 on an H200; with the last
+// experts is a kernel of its own: with dependent launch both take 2.9 us at 1 token, 3.2 at 8, 3.4 at 16 on an H200; with the last
 // CTA choosing, found by a counter, one kernel took 4.0, 5.3 and 6.9 there (2026-11-30).
 //
 // Compiled by NVRTC for one shape: HIDDEN, EXPERTS, BF16_OUT and either TOKENS and THREADS or TOKEN_TILES (of 8), EXPERT_TILES,
-// SPLIT, WARPS and DEPTH (chunks that a warp has on their way). Needs sm_90.
+// SPLIT, WARPS, DEPTH (chunks that a warp has on their way) and STREAMED. Needs sm_90.
 
 #include "../numerics.cuh"
 #include "../wgmma.cuh"
@@ -30,10 +30,18 @@ typedef float Out;
 __device__ __forceinline__ Out rounded(float value) { return value; }
 #endif
 
-// Weights: 128 bytes at a time from memory, of which neighbours want the rest.
+// Weights: 128 bytes at a time from memory, of which neighbours want the rest. STREAMED ones leave the L2 first: a layer's other
+// 30 MB take their place before they are read again.
 __device__ __forceinline__ uint4 load_weights(const bf16* from) {
   uint4 v;
+#if STREAMED
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "l"(policy));
+#else
   asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+#endif
   return v;
 }
 

@@ -26,8 +26,9 @@ MAX_TOKENS, MANY_TOKENS = 64, 32
 CHUNK = 32
 """Elements of H that a warp takes at a time."""
 MOST_SPLIT = 8
-MOST_SUMS = 32
-"""Tiles of tokens times warps of a CTA whose sums have a place in shared memory."""
+WARPS_AND_DEPTH = {1: (4, 7), 2: (4, 7), 4: (7, 4), 8: (4, 3)}
+WIDE_WARPS_AND_DEPTH = {1: (14, 4), 2: (8, 4), 4: (7, 2), 8: (4, 2)}
+"""Tiles of 8 tokens -> warps of a CTA, at most, and chunks that each has on their way: the fastest on an H200."""
 FEW_TOKENS, FEW_TURNS = 2, 4
 """Up to these tokens it is faster without tensor cores; loads of a row that a thread has on their way."""
 MANY_EXPERTS, MANY_COLUMNS, MANY_THREADS, TILE_BYTES, MOST_HIDDEN = 32, 64, 128, 1024, 9216
@@ -87,13 +88,11 @@ def variant(
 ) -> tuple[str, dict[str, int], tuple[int, int, int], int]:
     """Kernel, macros, grid and threads for up to so many tokens; `expert_tiles`: of 16 experts a CTA, 0 for the fastest."""
     token_tiles, expert_tiles = next(tiles for tiles in (1, 2, 4, 8) if tokens <= 8 * tiles), expert_tiles or 2
-    if experts >= WIDE:
-        split, most_warps, depth = 2, 16, 3 if token_tiles <= 2 else 2
-    else:
-        split, most_warps, depth = MOST_SPLIT, 7, 4 if token_tiles <= 4 else 3
+    wide = experts >= WIDE
+    split, (most_warps, depth) = (2, WIDE_WARPS_AND_DEPTH[token_tiles]) if wide else (MOST_SPLIT, WARPS_AND_DEPTH[token_tiles])
     chunks = hidden // split // CHUNK
-    warps = next(count for count in range(min(most_warps, MOST_SUMS // token_tiles), 0, -1) if chunks % count == 0)
-    macros = {"TOKEN_TILES": token_tiles, "EXPERT_TILES": expert_tiles, "SPLIT": split, "WARPS": warps}
+    warps = next(count for count in range(most_warps, 0, -1) if chunks % count == 0)
+    macros = {"TOKEN_TILES": token_tiles, "EXPERT_TILES": expert_tiles, "SPLIT": split, "WARPS": warps, "STREAMED": int(wide)}
     grid = split * experts // (16 * expert_tiles), 1, 1
     return "router_gemm", macros | {"DEPTH": min(depth, chunks // warps)}, grid, 32 * warps
 

@@ -98,7 +98,8 @@ __device__ __forceinline__ void sort(u32 (&keys)[COUNT], int (&slots)[COUNT]) {
 }
 
 // Takes the TOP_K best of all lanes' sorted candidates into `picks`; of lanes that hold the same key, the lowest. Without TIES
-// no round waits to learn whether there was such a pair, and false is returned if there was: the picks are wrong then.
+// no round waits to learn whether there was such a pair (both of its lanes then write one place of `picks`, which race checkers
+// report), and false is returned if there was: the picks are wrong then, and are taken again.
 template <bool TIES>
 __device__ __forceinline__ bool take(u32 (&held)[HELD], int (&slots)[HELD], int* picks, int lane) {
   u32 pairs = 0;
