@@ -14,7 +14,8 @@
 //
 // The cache's rows beyond a sequence may hold anything: masked scores are lowest, and rows are zeroed before they are weighed.
 // An FP8 cache (E4M3) is read by the four warps that are idle otherwise, through registers, and expanded to FP16, exactly; queries
-// and weights are FP16 then, too, and the cache's scale is the scores' and the sums'.
+// and weights are FP16 then, too, and the cache's scale is the scores' and the sums'. Two warps a block, so that none waits for the
+// other's loads: the compiler waits for all that a warp has asked for.
 // Compiled by NVRTC for sm_90a: HEADS (a multiple of 64, or fewer than 64), PAGE (a multiple of 64), FP8.
 
 #include "../numerics.cuh"
@@ -52,14 +53,15 @@ __device__ __forceinline__ void load_half(Shared& shared, const TensorMap* cache
   if (rope) copy_tile(tiles + ROPE_TILE * TILE, cache, ROPE_TILE * 64, row, done);
 }
 
-// Four warps: a half's codes, in registers, to FP16 where its last reader is done.
-__device__ __forceinline__ void expand_half(Shared& shared, const Place& at, const Codes& codes, int block, int half, u32 parity) {
+// Two warps: a half's codes, in registers, to FP16 where its last reader is done.
+__device__ __forceinline__ void expand_half(Shared& shared, const Place& at, const Codes& codes, int block, int half, bool rope,
+                                            u32 parity) {
   barrier_wait(&shared.empty[block][half], parity);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) store_expanded(at, block * BLOCK + (4 * half + i / 2) * TILE + i % 2 * TILE / 2, codes.latent[i]);
-  if (half == rope_half(block)) {
+  for (int i = 0; i < 16; ++i) store_expanded(at, (4 * half + i / 4) * TILE + i % 4 * TILE / 4, codes.latent[i]);
+  if (rope) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) store_expanded(at, block * BLOCK + ROPE_TILE * TILE + i * TILE / 2, codes.rope[i]);
+    for (int i = 0; i < 4; ++i) store_expanded(at, ROPE_TILE * TILE + i * TILE / 4, codes.rope[i]);
   }
   publish();
   barrier_arrive(&shared.full[block][half]);
@@ -82,29 +84,28 @@ __device__ __forceinline__ void load_blocks(Shared& shared, const TensorMap* cac
   }
 }
 
-// The same of an FP8 cache, by four warps: codes of the next two halves are on their way while they wait.
+// The same of an FP8 cache: two warps a block of the pair, the codes of whose next half are on their way while they wait.
 __device__ __forceinline__ void expand_blocks(Shared& shared, const char* cache, const int* pages, const Piece& piece,
                                               u32& parity) {
-  const Place at(shared_address(shared.keys));
-  const int last = piece.end - 1;
-  const char *from0, *from1;
-  Codes codes0, codes1;
-  from0 = cache + (size_t)cache_row(pages, piece.begin) * DIM + at.column;
-  from1 = cache + (size_t)cache_row(pages, min(piece.begin + 1, last)) * DIM + at.column;
-  fetch(codes0, from0, 0, false), fetch(codes1, from1, 1, false);
+  const int block = __shfl_sync(~0u, threadIdx.x % 128 / 64, 0), last = piece.end - 1;
+  const Place at(shared_address(shared.keys[block]));
+  const char* from = cache + (size_t)cache_row(pages, min(piece.begin + block, last)) * DIM + at.column;
+  Codes codes;
+  fetch(codes, from, block);
 #pragma unroll 1
   for (int first = piece.begin; first < piece.end; first += 2, parity ^= 1) {
-    expand_half(shared, at, codes0, 0, 0, parity), fetch(codes0, from0, 1, true);
-    expand_half(shared, at, codes1, 1, 1, parity), fetch(codes1, from1, 0, true);
-    from0 = cache + (size_t)cache_row(pages, min(first + 2, last)) * DIM + at.column;
-    from1 = cache + (size_t)cache_row(pages, min(first + 3, last)) * DIM + at.column;
-    expand_half(shared, at, codes0, 0, 1, parity), fetch(codes0, from0, 0, false);
-    expand_half(shared, at, codes1, 1, 0, parity), fetch(codes1, from1, 1, false);
+    const int next = cache_row(pages, min(first + 2 + block, last));
+    if (threadIdx.x % 64 == 0 && first + 2 <= last) prefetch(cache, next);
+    expand_half(shared, at, codes, block, block, false, parity);
+    fetch(codes, from, 1 - block), fetch_rope(codes, from);
+    from = cache + (size_t)next * DIM + at.column;
+    expand_half(shared, at, codes, block, 1 - block, true, parity);
+    fetch(codes, from, block);
   }
 }
 
 // Of each piece the queries, then its blocks.
-__device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, const TensorMap* cache, const char* codes,
+__device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, const TensorMap* cache, const char* rows,
                                         const Problem& p) {
   u32 parity = 1, q_parity = 1;
 #pragma unroll 1
@@ -120,7 +121,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap* q, cons
         copy_tile(shared_address(shared.q) + tile * TILE, q, tile * 64, piece.row, &shared.q_full);
     }
     q_parity ^= 1;
-    if (FP8) expand_blocks(shared, codes, pages, piece, parity);
+    if (FP8) expand_blocks(shared, rows, pages, piece, parity);
     else load_blocks(shared, cache, pages, piece, parity);
   }
 }
@@ -261,14 +262,14 @@ __device__ __forceinline__ void pair_1(Shared& shared, int row, float scale, flo
 // Row sums of both warpgroups, then this one's columns.
 __device__ __forceinline__ void write(Shared& shared, int w, int row, const float (&o)[128], float (&sum)[2], const float (&top)[2],
                                       const Problem& p, const Piece& piece) {
-  const bool some = piece.begin < piece.end;  // or else both have nothing, and no barrier kept them together
+  const bool some = piece.begin < piece.end;  // or else both have nothing, and the other may still read the sums before
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
     sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
     if (some && threadIdx.x % 4 == 0) shared.sums[w][row + 8 * half] = sum[half];
   }
-  if (some) rendezvous(SUMS, CONSUMERS);
+  rendezvous(SUMS, CONSUMERS);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int line = row + 8 * half;
@@ -335,10 +336,10 @@ __device__ __forceinline__ void consume(Shared& shared, const Problem& p) {
   }
 }
 
-// q [rows of all sequences, DIM], cache [pages * PAGE, DIM] (FP8: `codes`), pages [sequences, most_pages], lengths [sequences]; a
-// sequence has `q_tokens` queries of HEADS rows, the last one at its last token. Any number of CTAs.
+// q [rows of all sequences, DIM], cache [pages * PAGE, DIM], which begins at `rows`, pages [sequences, most_pages], lengths
+// [sequences]; a sequence has `q_tokens` queries of HEADS rows, the last one at its last token. Any number of CTAs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-mla_decode(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap cache, const char* __restrict__ codes,
+mla_decode(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap cache, const char* __restrict__ rows,
            const int* __restrict__ pages, const int* __restrict__ lengths, u16* __restrict__ out, float* __restrict__ part,
            float* __restrict__ lse, int most_pages, int q_tokens, int splits, int sequences, float scale, float value_scale) {
   extern __shared__ char memory[];
@@ -347,7 +348,7 @@ mla_decode(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
     shared.scale = scale;
     barrier_init(&shared.q_full, 1), barrier_init(&shared.q_empty, CONSUMERS / 32);
     for (int i = 0; i < 4; ++i) {
-      barrier_init(&shared.full[i / 2][i % 2], FP8 ? 128 : 1), barrier_init(&shared.empty[i / 2][i % 2], 4);
+      barrier_init(&shared.full[i / 2][i % 2], FP8 ? 64 : 1), barrier_init(&shared.empty[i / 2][i % 2], 4);
     }
     publish();
   }
@@ -357,7 +358,7 @@ mla_decode(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
-    if (FP8 || threadIdx.x == CONSUMERS) produce(shared, &q, &cache, codes, problem);
+    if (FP8 || threadIdx.x == CONSUMERS) produce(shared, &q, &cache, rows, problem);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
     if (group == 0) consume<0>(shared, problem);

@@ -85,8 +85,8 @@ def launch(
         grid = (min(tiles * splits * batch, processors(q.device)), 1, 1)
         module.launch("mla_decode", grid, THREADS, *arguments, overlap=overlap, shared=SHARED)
         if splits > 1:
-            combined = part, part_lse, out, lse, splits
-            tactics.COMBINE.module().launch("mla_combine", (rows, 1, 1), LATENT // 4, *combined, overlap=True)
+            joining = tactics.COMBINE.module(AT_ONCE=min(8, 1 << (splits - 1).bit_length()))
+            joining.launch("mla_combine", (rows, 1, 1), LATENT // 4, part, part_lse, out, lse, splits, overlap=True)
 
 
 @functools.cache

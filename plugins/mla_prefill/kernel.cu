@@ -11,8 +11,8 @@
 // CTAs stay for several pieces of work; the third warpgroup takes the next one in time, whose loads and first scores run while
 // sums are written. Rows behind the last key that any query of a piece sees may hold anything; what is NaN or infinite in a value
 // before it spoils all queries of the piece that meet its block.
-// NVRTC 13.0 moves a block's softmax behind the wait for the products that it should run under (`next_block`): it runs under the
-// other warpgroup's alone. In contexts of 4,096 FlashAttention-3 is 8 to 20 % faster (`tactics.json`).
+// The compiler would move a block's softmax behind the wait for the products that it is to run under, were there not a branch
+// between them that nobody takes (`next_block`). In long contexts the chip's power is the limit, within 3 % of FlashAttention-3.
 // Compiled by NVRTC for sm_90a: L2_BYTES, that keys and values in use at a time may take.
 
 #include "../numerics.cuh"
@@ -100,9 +100,8 @@ __device__ __forceinline__ int take(Shared& shared, Slot& turn) {
 }
 
 // Issues the scores of a block's keys.
-template <int W>
-__device__ __forceinline__ void score(Shared& shared, float (&s)[64], u32 stage) {
-  const u64 q = descriptor(shared_address(shared.q) + W * 64 * 128, 16);
+__device__ __forceinline__ void score(Shared& shared, int w, float (&s)[64], u32 stage) {
+  const u64 q = descriptor(shared_address(shared.q) + w * 64 * 128, 16);
   const u64 keys = descriptor(shared_address(shared.keys[stage]), 16);
   wgmma_begin();
 #pragma unroll
@@ -133,13 +132,12 @@ __device__ __forceinline__ void mask(float (&s)[64], int first) {
 }
 
 // Values that no query sees become zeros, which weights of zero may meet.
-template <int W>
-__device__ __forceinline__ void clear(Shared& shared, u32 stage, int seen) {
+__device__ __forceinline__ void clear(Shared& shared, int w, u32 stage, int seen) {
   for (int i = seen * 8 + threadIdx.x % 128; i < KEYS * 8; i += 128)
 #pragma unroll
     for (int tile = 0; tile < V_TILES; ++tile) *(uint4*)(shared.values[stage] + tile * TILE + i * 16) = make_uint4(0, 0, 0, 0);
   publish();
-  rendezvous(CLEARED + W, 128);
+  rendezvous(CLEARED + w, 128);
 }
 
 // Sums over their rows' totals.
@@ -193,8 +191,7 @@ __device__ __forceinline__ bool find(Shared& shared, const Problem& p, State& at
 }
 
 // The first block of a piece, whose scores are issued: weights of it, and no sums yet.
-template <int W>
-__device__ __forceinline__ void first_block(Shared& shared, const Problem& p, const Piece& piece, int row, const Slot& slot,
+__device__ __forceinline__ void first_block(Shared& shared, int w, const Problem& p, const Piece& piece, int row, const Slot& slot,
                                             float (&s)[64], u32 (&weights)[8][4], float (&top)[2], float (&sum)[2]) {
   const int block = piece.blocks - 1, seen = piece.seen - block * KEYS;
   float factor[2];
@@ -205,26 +202,25 @@ __device__ __forceinline__ void first_block(Shared& shared, const Problem& p, co
   round_weights(s, weights);
   if (seen < KEYS) {
     barrier_wait(&shared.values_full[slot.stage], slot.parity);
-    clear<W>(shared, slot.stage, seen);
+    clear(shared, w, slot.stage, seen);
   }
 }
 
 // One more block: its scores, and under them the products of the weights of the block before.
-template <int W>
-__device__ __forceinline__ void next_block(Shared& shared, const Problem& p, int first, int row, Slot& slot, float (&s)[64],
+__device__ __forceinline__ void next_block(Shared& shared, int w, const Problem& p, int first, int row, Slot& slot, float (&s)[64],
                                            u32 (&weights)[8][4], float (&o)[64], float (&top)[2], float (&sum)[2]) {
   const Slot before = slot;
   float factor[2];
   slot.next();
   barrier_wait(&shared.keys_full[slot.stage], slot.parity);
-  rendezvous(TURN + W, CONSUMERS);
-  score<W>(shared, s, slot.stage);
+  rendezvous(TURN + w, CONSUMERS);
+  score(shared, w, s, slot.stage);
   barrier_wait(&shared.values_full[before.stage], before.parity);
   add(shared, o, weights, before.stage);
-  announce(TURN + 1 - W, CONSUMERS);
+  announce(TURN + 1 - w, CONSUMERS);
   wgmma_wait<1>();
   done_with(&shared.keys_empty[slot.stage]);
-  if (first + W * 64 < KEYS) mask(s, first + row);
+  if (first + w * 64 < KEYS) mask(s, first + row);
   soften(s, top, sum, factor, p.scale);
   if (sum[0] + sum[1] < 0.f) barrier_arrive(&shared.never);  // or the compiler waits before the exponentials
   wgmma_wait<0>();
@@ -233,32 +229,31 @@ __device__ __forceinline__ void next_block(Shared& shared, const Problem& p, int
   round_weights(s, weights);
 }
 
-template <int W>
-__device__ __forceinline__ void consume(Shared& shared, const Problem& p) {
-  const int row = W * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+__device__ __forceinline__ void consume(Shared& shared, int w, const Problem& p) {
+  const int row = w * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   State at{};
   Piece piece;
   float s[64];
-  if (W == 1) announce(TURN, CONSUMERS);
+  if (w == 1) announce(TURN, CONSUMERS);
   bool more = find(shared, p, at, blockIdx.x, row, piece);
-  score<W>(shared, s, at.slot.stage);
+  score(shared, w, s, at.slot.stage);
 #pragma unroll 1
   while (more) {
     const Piece now = piece;
     float top[2] = {NONE, NONE}, sum[2] = {};
     u32 weights[8][4];
-    first_block<W>(shared, p, now, row, at.slot, s, weights, top, sum);
+    first_block(shared, w, p, now, row, at.slot, s, weights, top, sum);
     float o[64] = {};
 #pragma unroll 1
     for (int block = now.blocks - 2; block >= 0; --block)
-      next_block<W>(shared, p, now.offset + 1 - block * KEYS, row, at.slot, s, weights, o, top, sum);
+      next_block(shared, w, p, now.offset + 1 - block * KEYS, row, at.slot, s, weights, o, top, sum);
     done_with(&shared.q_empty);
     const u32 last = at.slot.stage;
     barrier_wait(&shared.values_full[last], at.slot.parity);
     add(shared, o, weights, last);
     at.slot.next();
     more = find(shared, p, at, take(shared, at.turn), row, piece);
-    score<W>(shared, s, at.slot.stage);  // of the next piece, or of nothing
+    score(shared, w, s, at.slot.stage);  // of the next piece, or of nothing
     wgmma_wait<1>();
     done_with(&shared.values_empty[last]);
     write(o, sum, top, row, p, now);
@@ -293,7 +288,6 @@ mla_prefill(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
     if (threadIdx.x == CONSUMERS) produce(shared, &q, &key, &rope, &value, at, problem);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CONSUMER_REGISTERS));
-    if (group == 0) consume<0>(shared, problem);
-    else consume<1>(shared, problem);
+    consume(shared, group, problem);
   }
 }

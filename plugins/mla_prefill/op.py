@@ -64,9 +64,6 @@ def mla_prefill_kv(
     values = kv.shape[2] - q.shape[2] + k_rope.shape[1]
     if not has_kernel(q, k_rope.shape[1], values) or not len(kv):
         return _plain(q, *reference.joined(q, kv, k_rope), cu_q, cu_k, scale)
-    name = _fastest(q, kv, cu_q, joining=True)
-    if name != OURS:
-        return tactics.THEIRS[name](q, *reference.joined(q, kv, k_rope), cu_q, cu_k, scale)
     out, lse = _outputs(q, VALUES)
     launch(q, kv[..., :NOPE], k_rope.unsqueeze(1), kv[..., NOPE:], cu_q, cu_k, out, lse, scale)
     return out, lse
@@ -108,13 +105,12 @@ def has_kernel(q: Tensor, rope: int, values: int) -> bool:
     return widths and q.numel() > 0 and torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
-def _fastest(q: Tensor, k: Tensor, cu_q: Tensor, joining: bool = False) -> str:
-    """Of the implementations that take these shapes, the measured choice. `joining`: others must join keys first."""
+def _fastest(q: Tensor, k: Tensor, cu_q: Tensor) -> str:
+    """Of the implementations that take these shapes, the measured choice."""
     batch = max(1, len(cu_q) - 1)
     sizes = batch, max(1, len(q) // batch), max(1, len(k) // batch)
-    whole = len(cu_q) == 2 and len(q) == len(k) and len(q) % ROWS == 0
-    table, names = (tactics.KV_TABLE if joining else tactics.TABLE), tactics.present(alone=whole and not joining)
-    return table.choose((torch.cuda.get_device_name(q.device),), sizes, names)
+    names = tactics.present(alone=len(cu_q) == 2 and len(q) == len(k) and len(q) % ROWS == 0)
+    return tactics.TABLE.choose((torch.cuda.get_device_name(q.device),), sizes, names)
 
 
 @mla_prefill.register_fake
