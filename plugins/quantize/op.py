@@ -89,7 +89,7 @@ def launch_fp8(x: Tensor, codes: Tensor, scales: Tensor, overlap: bool = False) 
     """The kernel alone, into rows of any stride. `overlap`: let it start while the kernel before it on the stream still runs."""
     arguments = x, codes, scales, x.numel() // PIECE, codes.stride(0) // PIECE, *scales.stride()
     size = x.numel() // PIECE / FULL
-    form = {"UNROLL": 2 if size > 0.5 else 1, "THREADS": 128 if size > 6 else THREADS, "LARGE": int(size > 20)}
+    form = {"UNROLL": 2 if size > 0.5 else 1, "THREADS": 128 if size > 6 else THREADS} | ({"LARGE": 1} if size > 20 else {})
     _launch("fp8_quantize", x.numel(), *arguments, columns=x.shape[1], overlap=overlap, **form)
 
 
