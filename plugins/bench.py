@@ -9,6 +9,7 @@ that the plugin's bench.py gives.
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from torch import Tensor
 from plugins.timing import copy_bandwidth, graph_seconds
 
 __all__ = ["Bench", "Call", "compiled", "differing", "micros", "relative"]
+
+os.environ.setdefault("TRTLLM_ENABLE_PDL", "0")  # TensorRT-LLM's ops have dependent launch unless told; no other peer has
 
 Call = Callable[[], Any]
 IN_A_GRAPH = 20
