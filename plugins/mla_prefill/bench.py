@@ -78,7 +78,7 @@ class Case:
         inputs = self.q, k, v, batch
         peers = _peers((self.q, k, v, *self.rest), batch == 1 and tokens == context)
         keys = k[..., : op.NOPE], k[..., op.NOPE :], v
-        fused = (lambda: compiled(_eager)(*inputs)) if tokens == context else None
+        fused = (lambda: compiled(_eager)(*inputs)) if tokens == context > 1 else None
         return self._row(bench, "mla_prefill", keys, lambda: _eager(*inputs), peers, (k, v), fused)
 
     def on_the_product(self, bench: Bench) -> dict[str, Any]:
