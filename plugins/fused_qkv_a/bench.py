@@ -47,6 +47,7 @@ def _product(bench: Bench, x: Tensor, weight: Tensor) -> dict[str, Any]:
         flops=2 * len(x) * weight.numel(),
         cold=True,
         overlaps=len(x) <= op.FEW_TOKENS,
+        why="" if len(x) <= op.FEW_TOKENS else "it is cuBLAS",
     )
 
 
