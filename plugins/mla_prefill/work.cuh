@@ -22,7 +22,8 @@ struct Piece {
 };
 
 // The pieces of all sequences in turn. A sequence's are ordered so that some heads, whose keys and values fit into the L2, are
-// done before others begin, and among them the longest first.
+// done before others begin, and among them the longest first. Where these are not enough for all CTAs, a wave of CTAs ends with a
+// group of heads, so that all who read a head's keys read them at a time.
 struct Walk {
   int sequence = 0, base = 0;
 
@@ -42,7 +43,8 @@ struct Walk {
   static __device__ __forceinline__ void place(const Problem& p, int index, int tiles, int q_row, int queries, int k_row, int keys,
                                                Piece& piece) {
     const int most = min(p.heads, max(1, L2_BYTES / (max(keys, 1) * 2 * (64 * Q_TILES + VALUES))));
-    const int groups = (p.heads + most - 1) / most, fit = (p.heads + groups - 1) / groups;
+    const int wave = max(1, (int)gridDim.x / tiles), whole = most < min(wave, p.heads) ? wave : p.heads;
+    const int groups = (whole + most - 1) / most, fit = (whole + groups - 1) / groups;
     const int group = index / (tiles * fit), heads = min(fit, p.heads - group * fit), inside = index - group * tiles * fit;
     const int first = (tiles - 1 - inside / heads) * ROWS;
     piece.head = group * fit + inside % heads;

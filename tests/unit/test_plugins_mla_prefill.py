@@ -97,7 +97,7 @@ extern "C" __global__ void pieces(const int* cu_q, const int* cu_k, int sequence
 """
 
 
-@pytest.mark.parametrize("l2_bytes", [1, 100_000, 32 << 20])
+@pytest.mark.parametrize("l2_bytes", [1, 100_000, 250_000, 32 << 20])
 def test_pieces_are_all_queries_of_all_heads_once(tmp_path: Path, l2_bytes: int) -> None:
     source = tmp_path / "pieces.cu"
     source.write_text(PIECES.format(root=Path(op.__file__).parents[1]))
@@ -107,7 +107,7 @@ def test_pieces_are_all_queries_of_all_heads_once(tmp_path: Path, l2_bytes: int)
     cu_q, cu_k = (np.cumsum([0, *lengths]).astype(np.int32) for lengths in (queries, keys))
     found = np.full((sum(-(-many // 128) for many in queries) * heads + 1, 7), -1, np.int32)
     for first in range(ctas):
-        kernel.launch("pieces", (1, 1, 1), 1, cu_q, cu_k, len(queries), heads, first, ctas, found)
+        kernel.launch("pieces", (7, 1, 1), 1, cu_q, cu_k, len(queries), heads, first, ctas, found)
     assert (found[-1] == -1).all() and (found[:-1, 0] >= 0).all()
     done: list[tuple[int, int]] = []
     for head, q_row, rows, k_row, seen, blocks, offset in found[:-1].tolist():
