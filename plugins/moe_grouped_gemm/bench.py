@@ -26,7 +26,9 @@ __all__ = ["rows"]
 HIDDEN, WIDTH, EXPERTS, TOP_K, RANK_EXPERTS = 7168, 2048, 256, 8, 32
 NAMES = "moe_gate_up", "moe_down"
 ROWS = (8, 32, 64, 128, 256, 512)
-TOKENS = {RANK_EXPERTS: (1, 8, 64, 256, 1024, 4096, 8192, 16384), EXPERTS: (1, 8, 64, 256, 1024, 4096, 8192)}
+TOKENS = {RANK_EXPERTS: (1, 8, 64, 256, 1024, 2048, 4096, 8192, 16384), EXPERTS: (1, 8, 64, 256, 1024, 2048, 4096, 8192)}
+MOST_TOKENS = {True: 4096, False: 16384}
+"""NVFP4 or not."""
 SHARED_TOKENS = (64, 256)
 FEW = 4
 """Tokens, and rows of a product, that are compared with the reference."""
@@ -47,7 +49,7 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
             if experts == RANK_EXPERTS:
                 for count in ROWS:
                     yield from _products(bench, count, matrices, wide)
-            for tokens in TOKENS[experts]:
+            for tokens in (each for each in TOKENS[experts] if each <= MOST_TOKENS[nvfp4]):
                 yield _whole(bench, tokens, *matrices, *wide)
             if experts == RANK_EXPERTS and not nvfp4:
                 for tokens in SHARED_TOKENS:
