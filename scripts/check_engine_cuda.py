@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Builds torch engines for this GPU in bfloat16, with plugins off and auto, checks them against float32, and times them.
 
-    python scripts/check_engine_cuda.py [--only tiny|wide|fp4] [--part build|check|time] [--out FOLDER] [--json FILE]
+    python scripts/check_engine_cuda.py [--only tiny|wide|fp4] [--part build|check|time] [--eager] [--out FOLDER] [--json FILE]
 
     tiny  the embedded model, from its checkpoint, with the settings that an engine has by itself
     wide  DeepSeek-R1's widths (256 experts in FP8, 128 heads), a dense layer and a MoE layer, random weights (`_wide.py`): 13 GB,
@@ -10,8 +10,10 @@
 
 `_tokens.py` says when an engine's words are right; each other word is printed with the proof. It needs torch, numpy, ml_dtypes,
 safetensors, tokenizers and a C++ compiler, and no configuration. Exit code 1: a check failed. Without --part all three are done;
---part check and time take what --part build has left in --out. Where torch carries an older C++ library than the compiler,
-loading a package ends in a segmentation fault; so the script starts itself again with the compiler's library preloaded.
+--part check and time take what --part build has left in --out. With --eager nothing is compiled, and the graphs' words alone are
+checked: a minute a model, instead of some 70 CPU seconds for each of the two forms of each engine. Where torch carries an older
+C++ library than the compiler, loading a package ends in a segmentation fault; so the script starts itself again with the
+compiler's library preloaded.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ VARIANTS = {"tiny": ("off", "auto"), "wide": ("off", "auto"), "fp4": ("auto",)}
 EXPERTS = {"wide": ("fp8_block", 256), "fp4": ("w4a16_nvfp4", 64)}
 """Format and number of the experts of random models."""
 PARTS, CACHE = ("build", "check", "time"), "R1_PIPELINE_CACHE"
+CHOSEN = ("taken", "left", "experts", "products")
 TOKENS, PROMPTS = 64, (1, 70, 300, 700)
 MAX_ERROR = 0.10
 """Of logits: of BF16 without plugins against float32, and of a captured step against the same package called plainly."""
@@ -73,16 +76,16 @@ class Printer:
         print(text, flush=True)
 
 
-def main(models: list[str], parts: list[str], out: Path, result: Path | None) -> int:
+def main(models: list[str], parts: list[str], out: Path, eager: bool, result: Path | None) -> int:
     """Build all side by side, then check and time each model's; one JSON line a result."""
     import torch
 
     from plugins.timing import machine
 
     rows: list[dict[str, Any]] = []
-    built = "build" not in parts or build_all(models, out)
+    built = "build" not in parts or build_all(models, out, eager)
     good = [built]
-    steps = [step for part, step in (("check", checked), ("time", timed)) if built and part in parts]
+    steps = [step for part, step in (("check", checked_eager if eager else checked), ("time", timed)) if built and part in parts]
     for model, step in ((model, step) for model in models for step in steps):
         with torch.inference_mode():
             for row in step(model, out / model):
@@ -96,12 +99,12 @@ def main(models: list[str], parts: list[str], out: Path, result: Path | None) ->
     return 0 if all(good) else 1
 
 
-def build_all(models: list[str], out: Path) -> bool:
+def build_all(models: list[str], out: Path, eager: bool) -> bool:
     """Each in a process of its own; what an earlier run left in `out` is not built again."""
     began, running = time.perf_counter(), []
-    for engine in (f"{model}/{plugins}" for model in models for plugins in VARIANTS[model]):
+    for engine in (f"{model}/{plugins}" for model in models for plugins in (["auto"] if eager else VARIANTS[model])):
         if not (out / engine).is_dir():
-            command = [sys.executable, __file__, "--build", engine, "--out", str(out)]
+            command = [sys.executable, __file__, "--build", engine, "--out", str(out), *(["--eager"] if eager else [])]
             running.append((engine, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)))
     for engine, process in running:
         text = process.communicate()[0]
@@ -109,8 +112,12 @@ def build_all(models: list[str], out: Path) -> bool:
     return all(process.returncode == 0 for _, process in running)
 
 
-def build_one(model: str, plugins: str, out: Path) -> None:
+def build_one(model: str, plugins: str, out: Path, eager: bool) -> None:
     """One engine folder, which takes its name when it is finished."""
+    from pipeline.engines.torch import build
+
+    if eager:
+        build.compile_forms, build.check = (lambda *_: None), (lambda *_: "not compiled")
     settings: Any = SimpleNamespace(plugins=plugins, **SETTINGS[model])
     part = out / model / f".{plugins}"
     part.mkdir(parents=True)
@@ -136,7 +143,7 @@ def checked(model: str, out: Path) -> Iterator[dict[str, Any]]:
     """What must hold of a model's engines."""
     engines = load(model, out)
     chosen = engines["auto"].info["plugins"]
-    yield {name: chosen[name] for name in ("taken", "left", "experts", "products")}
+    yield {name: chosen[name] for name in CHOSEN}
     for plugins, engine in engines.items():
         size = sum(file.stat().st_size for file in (out / plugins).rglob("*") if file.is_file())
         yield {"plugins": plugins, "bytes": size, "expanded_from": engine.info["expanded_from"]}
@@ -144,6 +151,19 @@ def checked(model: str, out: Path) -> Iterator[dict[str, Any]]:
     yield from check_tokens(model, out, engines)
     carried, compiled = (len(list(folder.glob("kernels/*"))) for folder in (out / "auto" / "ops", Path(os.environ[CACHE])))
     yield {"kernels_carried": carried, "kernels_compiled_while_serving": compiled, "good": not compiled}
+
+
+def checked_eager(model: str, out: Path) -> Iterator[dict[str, Any]]:
+    """Of an engine that is not compiled."""
+    from safetensors.torch import load_file
+
+    from pipeline.engines.torch.plugged import ops
+    from scripts._eager import Eager
+
+    info = json.loads((out / "auto" / "engine.json").read_text(encoding="utf-8"))
+    yield {name: info["plugins"][name] for name in CHOSEN} | {"expanded_from": info["expanded_from"]}
+    weights = load_file(out / "auto" / "weights.safetensors", device="cuda")
+    yield from check_tokens(model, out, {"auto, not compiled": Eager(info, weights, ops(info["plugins"]))})
 
 
 def timed(model: str, out: Path) -> Iterator[dict[str, Any]]:
@@ -171,8 +191,8 @@ def check_tokens(model: str, out: Path, engines: dict[str, Any]) -> Iterator[dic
     from scripts._eager import Eager, dequantized, without_experts
     from scripts._tokens import judge, ties
 
-    info, texts = engines["auto"].info, prompts(model)
-    weights = dequantized(out / VARIANTS[model][0], torch.bfloat16)
+    info, texts = json.loads((out / "auto" / "engine.json").read_text(encoding="utf-8")), prompts(model)
+    weights = dequantized(out / ("off" if "off" in engines else "auto"), torch.bfloat16)
     plain = Eager(info, weights)
     reference = engines.get("off", plain)
     written = [write(reference, prompt) for prompt in texts]
@@ -187,7 +207,8 @@ def check_tokens(model: str, out: Path, engines: dict[str, Any]) -> Iterator[dic
     torch.cuda.empty_cache()
     wanted, least = float32(model, out, texts, [words for words, _ in written]), torch.cat([rows for _, rows in written])
     for name, found in logits.items():
-        row = judge(wanted, least, found, fp8=name == "auto" and info["plugins"]["experts"] == "fp8_block")
+        kept = name in engines and name != "off" and info["plugins"]["experts"]
+        row = judge(wanted, least, found, fp8=kept == "fp8_block")
         if name == "off":
             row["good"] = row["error"] <= MAX_ERROR
         yield {"plugins": name, **row}
@@ -316,14 +337,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SETTINGS, help="one of the models")
     parser.add_argument("--part", choices=PARTS, help="one of the parts")
+    parser.add_argument("--eager", action="store_true", help="compile nothing, check words alone")
     parser.add_argument("--out", type=Path, help="keep the engines here")
     parser.add_argument("--json", type=result_file, help="write the lines here")
     parser.add_argument("--build", metavar="MODEL/PLUGINS", help="one engine, which a run starts by itself")
     options = parser.parse_args()
     if options.build:
-        sys.exit(build_one(*options.build.split("/"), options.out))
+        sys.exit(build_one(*options.build.split("/"), options.out, options.eager))
     models = [options.only] if options.only else list(SETTINGS)
-    parts = [options.part] if options.part else list(PARTS)
+    parts = [options.part] if options.part else list(PARTS[: 2 if options.eager else 3])
     with tempfile.TemporaryDirectory() as scratch:
         os.environ[CACHE] = str(Path(scratch) / "cache")
-        sys.exit(main(models, parts, options.out or Path(scratch), options.json))
+        sys.exit(main(models, parts, options.out or Path(scratch), options.eager, options.json))
