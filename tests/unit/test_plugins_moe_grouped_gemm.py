@@ -160,7 +160,7 @@ def test_deep_gemm_between_our_kernels_vs_reference(tokens: int, first: int) -> 
     out, replayed = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
     launch.experts(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), out, first, products=tactics.DEEP_GEMM)
     wanted = plain.experts(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), first).double()
-    assert (out.double() - wanted).norm() <= 2e-2 * wanted.norm()  # gate and up are rounded to BF16 on their way
+    assert (out.double() - wanted).norm() <= 3e-2 * wanted.norm()  # gate and up are rounded to BF16 on their way
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch.experts(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), replayed, first, products=tactics.DEEP_GEMM)
