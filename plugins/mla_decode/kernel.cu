@@ -30,7 +30,9 @@ constexpr int CONSUMER_REGISTERS = FP8 ? 200 : 240, PRODUCER_REGISTERS = FP8 ? 1
 
 static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168, "more registers than the CTA has would never come");
 
-enum Barrier { LARGEST_0 = 1, WEIGHTS_1, WEIGHTS_0, SUMS, CLEARED };  // of bar.sync; CLEARED + w: one's own
+// Of bar.sync. The first three: one warpgroup stores and arrives, the other waits and loads, which is the PTX manual's example of
+// bar.arrive (racecheck reports the loads of `tops`). SUMS: both wait, each at its own place in the code (synccheck reports that).
+enum Barrier { LARGEST_0 = 1, WEIGHTS_1, WEIGHTS_0, SUMS, CLEARED };  // CLEARED + w: one's own
 
 struct Shared {
   char q[BLOCK], keys[2][BLOCK];
