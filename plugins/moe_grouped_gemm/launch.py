@@ -166,11 +166,11 @@ def product(weights: Weights, values: Rows, route: Route, out: Rows, overlap: bo
     written = result, (result if result_scales is None else result_scales), 0 if result_scales is None else result_scales.shape[1]
     arguments = *moved, third, (rest[0] if nvfp4 else scales), route.work, *written
     grid = processors(result.device) // 2 * 2, 1, 1
-    module.launch("moe_product", grid, PRODUCT_THREADS, *arguments, overlap=overlap, shared=_shared(nvfp4, route.most))
+    module.launch("moe_product", grid, PRODUCT_THREADS, *arguments, overlap=overlap, shared=_shared_bytes(nvfp4, route.most))
 
 
-def _shared(nvfp4: bool, most: int) -> int:
-    """Bytes of stages, a tile's largest magnitudes, barriers, and their alignment."""
+def _shared_bytes(nvfp4: bool, most: int) -> int:
+    """Of stages, a tile's largest magnitudes, barriers, and their alignment."""
     weights, activations = 2 * 16384, 128 * most
     stages = (2 if most > FEW_ROWS else 3) * (weights + 4096 + 4 * activations) if nvfp4 else 4 * (weights + activations + 4 * most)
     return stages + 9 * most * 4 + 1152
