@@ -201,7 +201,7 @@ def test_nothing_in_an_engine_names_a_folder_of_this_machine(compiled, exported)
 def test_an_engine_that_says_something_else_is_not_published(compiled, tmp_path, monkeypatch) -> None:
     """The check runs the runtime; one whose logits are off stands for a wrong compilation."""
     (tmp_path / "torch" / "1").mkdir(parents=True)
-    wrong = RUNTIME.read_text().replace("return form([*(", "return 1.01 * form([*(")
+    wrong = RUNTIME.read_text().replace("return self._form(", "return 1.01 * self._form(")
     assert wrong != RUNTIME.read_text()
     (tmp_path / "torch" / "1" / "runtime.py").write_text(wrong)
     monkeypatch.setattr(build, "share", lambda name: tmp_path)
