@@ -88,7 +88,8 @@ def test_op_vs_reference(form: str, name: str, device: str) -> None:
     tokens, chosen, here, everywhere, first = CASES[name]
     hidden, width = (512, 256) if device == "cuda" else (3 * unit, unit)
     inputs = [torch.randn(tokens, hidden).bfloat16(), *routes(tokens, chosen, everywhere), *make(here, width, hidden)]
-    check(call(*(tensor.to(device) for tensor in inputs), first), by_hand(reference.experts, inputs, first))
+    inputs = [tensor.to(device) for tensor in inputs]
+    check(call(*inputs, first), by_hand(reference.experts, inputs, first))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -99,7 +100,8 @@ def test_all_tokens_may_want_one_expert(form: str, device: str) -> None:
     indices, weights = torch.full((19, 2), 1, dtype=torch.int64), torch.rand(19, 2)
     indices[4, 1] = 0
     inputs = [torch.randn(19, hidden).bfloat16(), indices, weights, *make(3, width, hidden)]
-    check(call(*(tensor.to(device) for tensor in inputs), 0), by_hand(reference.experts, inputs))
+    inputs = [tensor.to(device) for tensor in inputs]
+    check(call(*inputs, 0), by_hand(reference.experts, inputs))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,7 +112,8 @@ def test_a_bad_value_spoils_its_own_token(form: str, bad: float, device: str) ->
     hidden, width = (512, 256) if device == "cuda" else (2 * unit, unit)
     inputs = [torch.randn(5, hidden).bfloat16(), *routes(5, 2, 3), *make(3, width, hidden)]
     inputs[0][2, 5] = bad
-    found = call(*(tensor.to(device) for tensor in inputs), 0)
+    inputs = [tensor.to(device) for tensor in inputs]
+    found = call(*inputs, 0)
     wanted = by_hand(reference.experts, inputs)
     assert wanted[2].isfinite().sum() == 0 and found[2].isfinite().sum() == 0
     others = [0, 1, 3, 4]
@@ -123,9 +126,9 @@ def test_a_bad_value_spoils_its_own_token(form: str, bad: float, device: str) ->
 def test_tiles_of_every_size_vs_reference(form: str, tokens: int, hidden: int, width: int) -> None:
     call, make, _ = FORMS[form]
     hidden, width = (hidden + 128, width + 128) if form == "fp8" and tokens == 150 else (hidden, width)  # an odd number of tiles
-    inputs = [torch.randn(tokens, hidden).bfloat16(), *routes(tokens, 2, 3), *make(3, width, hidden)]
+    with torch.device("cuda"):
+        inputs = [torch.randn(tokens, hidden).bfloat16(), *routes(tokens, 2, 3), *make(3, width, hidden)]
     inputs[1][: tokens // 3] = 1  # experts with very different numbers of rows
-    inputs = [tensor.cuda() for tensor in inputs]
     torch.full((64 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)  # what the next allocations find
     check(call(*inputs, 0), by_hand(plain.experts, inputs).double())
 
@@ -135,8 +138,9 @@ def test_tiles_of_every_size_vs_reference(form: str, tokens: int, hidden: int, w
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_captured_step_takes_new_routes(form: str, shared: bool) -> None:
     call, make, _ = (WITH_SHARED[form], *FORMS[form][1:]) if shared else FORMS[form]
-    matrices = [tensor.cuda() for tensor in (*make(6, 256, 512), *(shared_weights(384, 512) if shared else ()))]
-    steps = [(torch.randn(33, 512).bfloat16().cuda(), *(part.cuda() for part in routes(33, 4, 12))) for _ in range(3)]
+    with torch.device("cuda"):
+        matrices = [*make(6, 256, 512), *(shared_weights(384, 512) if shared else ())]
+        steps = [(torch.randn(33, 512).bfloat16(), *routes(33, 4, 12)) for _ in range(3)]
     given = [tensor.clone() for tensor in steps[0]]
     call(*given, *matrices, 3)
     graph = torch.cuda.CUDAGraph()
@@ -153,9 +157,9 @@ def test_a_captured_step_takes_new_routes(form: str, shared: bool) -> None:
 @pytest.mark.skipif(not HAS_WGMMA or not importlib.util.find_spec("deep_gemm"), reason="no GPU of sm_90, or no DeepGEMM, here")
 @pytest.mark.parametrize(("tokens", "first"), [(1, 0), (300, 0), (700, 2)])
 def test_deep_gemm_between_our_kernels_vs_reference(tokens: int, first: int) -> None:
-    inputs = [torch.randn(tokens, 1024).bfloat16(), *routes(tokens, 3, 6), *fp8_weights(4, 512, 1024)]
-    inputs[1][: tokens // 3] = torch.tensor([3, 5, 2], dtype=torch.int32)
-    x, indices, weights, *matrices = (tensor.cuda() for tensor in inputs)
+    with torch.device("cuda"):
+        x, indices, weights, *matrices = torch.randn(tokens, 1024).bfloat16(), *routes(tokens, 3, 6), *fp8_weights(4, 512, 1024)
+        indices[: tokens // 3] = torch.tensor([3, 5, 2], dtype=torch.int32)
     torch.full((64 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)  # what the next allocations find
     out, replayed = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
     launch.experts(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), out, first, products=tactics.DEEP_GEMM)
