@@ -194,7 +194,13 @@ def percent(row: Row) -> str:
 def labelled(row: Row) -> str:
     """The shape, each size with its name."""
     words = [str(row[key]) for key in SHAPE if key in row and key not in SIZES and key != "model"]
-    return ", ".join([f"{key} {row[key]:,}" for key in SIZES if key in row] + words)
+    return ", ".join([f"{key} {row[key]:,}" for key in sizes_of(row)] + words)
+
+
+def sizes_of(row: Row) -> list[str]:
+    """Its sizes' names; tokens that follow from sequences, or from an expert's rows, are left out."""
+    derived = ["tokens"] if "length" in row or "rows" in row else []
+    return [key for key in SIZES if key in row and key not in derived]
 
 
 def losses(rows: list[Row]) -> Iterator[str]:
@@ -204,7 +210,7 @@ def losses(rows: list[Row]) -> Iterator[str]:
     lost = [row for row in rows if "loses" in row or "loses_cold" in row]
     for (plugin, kind, rival, why), group in groupby(sorted(lost, key=_reason), key=_reason):
         found = list(group)
-        sizes = [key for key in SIZES if key in found[0] and len({row[key] for row in found}) > (len(found) > 1)]
+        sizes = [key for key in sizes_of(found[0]) if len({row[key] for row in found}) > (len(found) > 1)]
         at = "; ".join(f"{percent(row)} at {' x '.join(f'{row[key]:,}' for key in sizes)}" for row in found)
         yield f"| {' '.join((f'`{plugin}`', kind)).strip()} | {rival} | {' x '.join(sizes)}: {at} | {why} |"
 

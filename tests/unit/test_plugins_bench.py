@@ -18,18 +18,17 @@ from plugins.bench import Bench, _losses
 from scripts import bench_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = sorted((ROOT / "benchmarks").glob("plugins_h200_*.json"))
-ROWS = [row for file in RESULTS for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
-JUDGED = [{key: row[key] for key in row if key != "loses"} for row in ROWS]
-JUDGED = [row | _losses({"eager_us": math.inf} | row, "") for row in JUDGED]
+(RESULT,) = (ROOT / "benchmarks").glob("plugins_h200_*.json")
+ROWS = json.loads(RESULT.read_text(encoding="utf-8"))["rows"]
 EXACT = {"fp8_quantize", "fp8_dequantize", "nvfp4_quantize", "nvfp4_dequantize", "kv_quantize", "fp4_pack", "fp4_unpack"}
-NOT_YET = {"fp4_pack"}
+FEW_PER_CENT = 3
+"""Behind by less, a kernel may be as fast in the next run."""
 PEERS = {"peers": {"a": 12.0, "b": 8.0}, "peer": "b", "peer_us": 8.0}
 ROW = {"plugin": "kernel", "tokens": 8, "ours_us": 10.0, "eager_us": 90.0, **PEERS}
 
 
 def test_every_benchmark_has_rows() -> None:
-    measured = {row["plugin"] for row in ROWS} | NOT_YET
+    measured = {row["plugin"] for row in ROWS}
     for file in (ROOT / "plugins").glob("*/bench.py"):
         source = file.read_text(encoding="utf-8")
         assert any(f'"{name}"' in source for name in measured), f"{file.parent.name} was never measured"
@@ -39,7 +38,15 @@ def test_every_benchmark_has_rows() -> None:
 def test_measured_kernels_were_right() -> None:
     for row in ROWS:
         assert row["error"] == 0 if row["plugin"] in EXACT else row["error"] < 1e-2, row
-        assert row["ours_us"] < row.get("eager_us", math.inf) or row["loses"], row
+        assert "tokens" in row and row["limit_us"] > 0, row
+
+
+def test_a_kernel_that_loses_says_why() -> None:
+    for row in ROWS:
+        behind = max(row.get("loses", 0), row.get("loses_cold", 0))
+        assert behind < FEW_PER_CENT or row.get("why"), row
+        fastest = min([*row["peers"].values(), row["eager_us"], row.get("compile_us", math.inf)])
+        assert row["ours_us"] < fastest * 1.011 or row["loses"], row
 
 
 def test_a_loss_is_against_the_fastest_of_all_others() -> None:
@@ -54,7 +61,7 @@ def test_a_row_has_every_time_and_the_best_peer(monkeypatch: pytest.MonkeyPatch)
         return call() + 100 * flush
 
     def refuses() -> float:
-        raise RuntimeError("not this chip\nand more")
+        raise FileNotFoundError(2, "no such source")
 
     monkeypatch.setattr(Bench, "__post_init__", lambda self: None)
     monkeypatch.setattr("plugins.bench.micros", timed)
@@ -72,7 +79,7 @@ def test_a_row_has_every_time_and_the_best_peer(monkeypatch: pytest.MonkeyPatch)
         "peers_cold": {"slow": 109.0, "fast": 105.0}, "peer_cold_us": 105.0, "loses": 20.0, "loses_to": "fast", "loses_cold": 1.0,
         "why": "its tiles", "floor_us": 1.0, "limit_us": 6.0,
     }  # fmt: skip
-    refused = "kernel r1: refuses did not run: RuntimeError not this chip (1, 8)"
+    refused = "kernel r1: refuses did not run: FileNotFoundError [Errno 2] no such source (1, 8)"
     assert bench.notes == [refused, "kernel r1: slow gives another answer (1, 8)"]
 
 
@@ -102,20 +109,26 @@ def test_a_plugin_that_fails_keeps_its_rows_and_leaves_a_note(monkeypatch: pytes
 
 
 def test_tables_have_a_line_a_shown_row_and_every_loss() -> None:
-    first, second = bench_plugins.tables(JUDGED).split("\n\n")
-    assert len(first.splitlines()) == 2 + sum(map(bench_plugins.is_shown, JUDGED))
+    first, second = bench_plugins.tables(ROWS).split("\n\n")
+    assert len(first.splitlines()) == 2 + sum(map(bench_plugins.is_shown, ROWS))
     assert {line.count("|") for line in first.splitlines()} == {10} and {line.count("|") for line in second.splitlines()} == {5}
-    assert second.count(" at ") >= sum("loses" in row for row in JUDGED)
+    assert second.count(" at ") >= sum("loses" in row for row in ROWS)
 
 
 def test_every_kernel_of_the_table_was_measured() -> None:
-    assert set(bench_plugins.SHOWN) - NOT_YET <= {row["plugin"] for row in ROWS if bench_plugins.is_shown(row)}
+    assert set(bench_plugins.SHOWN) == {row["plugin"] for row in ROWS if bench_plugins.is_shown(row)}
 
 
 def test_the_tables_go_between_the_two_comments() -> None:
     text = "a\n<!-- plugins' table: x -->\nold\n<!-- end of plugins' table -->\nb\n"
-    found = bench_plugins.inserted(text, JUDGED)
-    assert found == bench_plugins.inserted(found, JUDGED)
+    found = bench_plugins.inserted(text, ROWS)
+    assert found == bench_plugins.inserted(found, ROWS)
     assert found.startswith("a\n<!-- plugins' table: x -->\n| kernel") and found.endswith("|\n<!-- end of plugins' table -->\nb\n")
     with pytest.raises(SystemExit, match="no place for the table"):
-        bench_plugins.inserted("a", JUDGED)
+        bench_plugins.inserted("a", ROWS)
+
+
+def test_readme_has_the_tables_of_the_result() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    stale = f"write it anew: python scripts/bench_plugins.py --readme {RESULT.relative_to(ROOT)}"
+    assert bench_plugins.inserted(text, ROWS) == text, stale
