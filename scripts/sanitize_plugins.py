@@ -6,7 +6,12 @@
 Needs a GPU and compute-sanitizer, which the CUDA toolkit has. For each plugin and tool a process runs those tests of
 tests/unit/test_plugins_NAME.py that need a GPU and capture no CUDA graph; every tensor is an allocation of its own, so that a byte
 beyond it is seen. Only kernels of `plugins/` are watched, but by `initcheck`, which must see who writes. Exits with 1 unless all is
-clean.
+clean. It takes minutes for each tool; on an H200 (tools 2025.3 of CUDA 13.0), never to the end of everything, this was seen:
+
+    memcheck     test_plugins_trt.py, small cases of every plugin but nvfp4_convert: 22 passed, no error, cut before its summary;
+                 nvfp4_convert and the routed experts: 0 errors
+    synccheck    the same 22 and nvfp4_convert: 0 errors
+    racecheck    kv_quantize, the quantisers, norm_rope_cache and nvfp4_convert: no hazard
 """
 
 from __future__ import annotations
@@ -31,17 +36,17 @@ KERNEL = re.compile(r"^extern \"C\" __global__ .*\n?(\w+)\(", re.MULTILINE)
 SUMMARY = re.compile(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
 TESTED = re.compile(r"^\d+ (?:passed|failed).* in [\d.]+s.*$", re.MULTILINE)
 SELECTION = "not (captured or replay or other_libraries)"
-LATER_ARRIVAL = "what a warp read is ordered by one lane's mbarrier.arrive after __syncwarp, which racecheck takes for a race"
+ONE_LANE = "what a warp read is ordered by one lane's mbarrier.arrive after __syncwarp"
 UNFOLLOWED = {
     "racecheck": {
-        "mla_decode": "a warpgroup stores and arrives where the other waits already (the PTX manual's bar.arrive), and is reported",
-        "mla_prefill": LATER_ARRIVAL,
-        "moe_product": LATER_ARRIVAL,
+        "mla_decode": "two warpgroups take turns by bar.arrive and bar.sync, and one lane's mbarrier.arrive",
+        "mla_prefill": ONE_LANE,
+        "moe_product": ONE_LANE,
         "topk_router": "tied lanes write one place, which is noticed and written again",
     },
-    "synccheck": {"mla_decode": "its two warpgroups meet at one barrier from two places of the program, each warp as a whole"},
+    "synccheck": {"mla_decode": "two warpgroups meet at one barrier from two places of the program, each warp as a whole"},
 }
-"""Kernels that a tool would report, and why that is no error."""
+"""Kernels that a tool reports, and for what. Small right kernels of these forms (but topk_router's) were reported there, too."""
 BREAKING = {"racecheck": "router_gemm or test_product or qkv_a-1 or qkv_a-2 or absorb or moe"}
 """Tests in which a tool itself ends ("failed to handle a hardware exception", 2025.3), on kernels that memcheck finds clean."""
 FOUND, NO_TESTS = 86, 5
