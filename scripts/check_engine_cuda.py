@@ -189,21 +189,21 @@ def check_tokens(model: str, out: Path, engines: dict[str, Any]) -> Iterator[dic
     import torch
 
     from scripts._eager import Eager, dequantized, without_experts
-    from scripts._tokens import judge, ties
+    from scripts._tokens import judge, others
 
     info, texts = json.loads((out / "auto" / "engine.json").read_text(encoding="utf-8")), prompts(model)
     weights = dequantized(out / ("off" if "off" in engines else "auto"), torch.bfloat16)
     plain = Eager(info, weights)
     reference = engines.get("off", plain)
     written = [write(reference, prompt) for prompt in texts]
-    others = {"off, not compiled": plain, **engines}
+    judged = {"off, not compiled": plain, **engines}
     if info["plugins"]["experts"] == "fp8_block" and info["plugins"]["taken"] != ["moe_grouped_gemm"]:
-        others["auto, experts in BF16, not compiled"] = Eager(info, weights, without_experts(info))
+        judged["auto, experts in BF16, not compiled"] = Eager(info, weights, without_experts(info))
     logits = {
         name: torch.cat([write(other, prompt, words)[1] for prompt, (words, _) in zip(texts, written, strict=True)])
-        for name, other in others.items()
+        for name, other in judged.items()
     }
-    del others, plain, weights, reference
+    del judged, plain, weights, reference
     torch.cuda.empty_cache()
     wanted, least = float32(model, out, texts, [words for words, _ in written]), torch.cat([rows for _, rows in written])
     for name, found in logits.items():
@@ -212,7 +212,7 @@ def check_tokens(model: str, out: Path, engines: dict[str, Any]) -> Iterator[dic
         if name == "off":
             row["good"] = row["error"] <= MAX_ERROR
         yield {"plugins": name, **row}
-        yield from ({"plugins": name, "other_word": proof} for proof in ties(wanted, least, found))
+        yield from ({"plugins": name, "other_word": proof} for proof in others(wanted, least, found))
 
 
 def prompts(model: str) -> list[Any]:
