@@ -75,7 +75,7 @@ def ours_alone() -> bool:
 
 
 def _write(result: Path) -> None:
-    """All tables that the result has rows of. (Their class is this module's under its own name, which it has not when it is run.)"""
+    """All tables that the result has rows of. (Their class is that of the module `plugins.tactics`, not of `__main__`.)"""
     measured = {row["plugin"] for row in json.loads(result.read_text(encoding="utf-8"))["rows"]}
     for file in sorted(Path(__file__).parent.glob("*/tactics.py")):
         for table in vars(importlib.import_module(f"plugins.{file.parent.name}.tactics")).values():
