@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 pytest.importorskip("torch", reason="plugins are torch ops")
 
 from plugins.tactics import Table, ours_alone
+
+ROOT = Path(__file__).parents[2]
 
 
 def table(folder: Path, rows: list[tuple[str, int, int, float, float]]) -> Table:
@@ -53,3 +56,17 @@ def test_ours_alone_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not ours_alone()
     monkeypatch.setenv("R1_PIPELINE_KERNELS", "ours")
     assert ours_alone()
+
+
+@pytest.mark.parametrize("plugin", sorted(file.parent.name for file in (ROOT / "plugins").glob("*/tactics.py")))
+def test_the_tables_are_of_the_result_that_is_kept(plugin: str, tmp_path: Path) -> None:
+    """An op chooses by the same times that README shows."""
+    (result,) = (ROOT / "benchmarks").glob("plugins_h200_*.json")
+    measured = {row["plugin"] for row in json.loads(result.read_text())["rows"]}
+    tables = [table for table in vars(import_module(f"plugins.{plugin}.tactics")).values() if isinstance(table, Table)]
+    kept = [table for table in tables if table.plugin in measured]
+    for table in kept:
+        again = Table(tmp_path / "tactics.json", table.plugin, table.same, table.sizes, table.names)
+        again.write(result)
+        assert again.rows == table.rows
+    assert kept or plugin == "gemm_tactics"
