@@ -37,7 +37,7 @@ class Eager:
 
     def step(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
         """[B, T], [B, T], [B, P] -> logits [B, V]"""
-        form = "expanded" if tokens.shape[1] >= self.info["expanded_from"] else "absorbed"
+        form = "expanded" if tokens.shape[1] >= self.info["expanded_from"][pages.shape[1] - 1] else "absorbed"
         inputs = (value.to(self.info["device"]) for value in (tokens, positions, pages))
         return self.decoders[form](*inputs, self.caches)
 

@@ -41,7 +41,7 @@ class TorchEngineConfig:
     """aoti: AOTInductor (needs a C++ compiler); export: the exported graph, interpreted; auto: aoti where it can."""
     expanded_from: int | None = limited(None, least=1, most=MOST_TOKENS)
     """Prefill chunks of at least this many tokens use the non-absorbed form of MLA; shorter ones and decode the absorbed one. null:
-    as measured (plugins/mla_prefill/crossover.json, at max_seq_len), where the engine has those kernels, else 256."""
+    as measured for the context (plugins/mla_prefill/crossover.json), where the engine has those kernels, else 256."""
     max_batch_size: int = limited(8, least=1, most=2**16)
     """Sequences in flight."""
     max_seq_len: int = limited(1024, least=2, most=MOST_TOKENS)

@@ -118,7 +118,7 @@ def test_left_padding_is_ignored(engine, reference, ids) -> None:
 def test_a_step_of_a_rounded_size_equals_the_step(engine, ids, length: int, size: tuple[int, int, int]) -> None:
     """What is captured on CUDA is first run so, here without a graph."""
     module = import_runtime(RUNTIME)
-    step = module.StepGraph(engine._form(*size[:2]), size, engine.caches)
+    step = module.StepGraph(engine._form(*size), size, engine.caches)
     pages = torch.arange(1, 1 + -(-length // engine.info["page_size"]))[None]
     inputs = ids[None, :length], torch.arange(length)[None], pages
     torch.testing.assert_close(step(list(inputs))[:1], engine.step(*inputs), rtol=1e-4, atol=1e-4)

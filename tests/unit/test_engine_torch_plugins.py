@@ -224,15 +224,19 @@ def test_products_of_the_tactic_file_are_those_of_its_op(small, folder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "taken", "start"),
-    [({}, ATTENTION, 49), ({"max_seq_len": 4096}, ATTENTION, 182), ({}, [], 256), ({"expanded_from": 7}, ATTENTION, 7)],
-)
-def test_the_expanded_form_starts_where_it_was_measured_faster(monkeypatch, settings, taken: list[str], start: int) -> None:
+    ("settings", "taken", "ends"),
+    [
+        ({}, ATTENTION, (13, 49)), ({"max_seq_len": 4096}, ATTENTION, (13, 182)),
+        ({}, [], (256, 256)), ({"expanded_from": 7}, ATTENTION, (7, 7)),
+    ],
+)  # fmt: skip
+def test_the_expanded_form_starts_where_it_was_measured_faster(monkeypatch, settings, taken: list[str], ends: tuple[int, int]):
     monkeypatch.setattr(build.crossover, "_crossings", lambda: {256: 13, 4096: 182})
     build.crossover.expanded_from.cache_clear()
     settings = TorchEngineConfig(device="cuda", dtype="bfloat16", **settings)
     assert settings.page_size == 64 and TorchEngineConfig().page_size == 32
-    assert build.expanded_from(settings, taken) == start
+    found = build.expanded_from(settings, taken)
+    assert (found[0], found[-1]) == ends and found == sorted(found) and len(found) == settings.max_seq_len // 64
     build.crossover.expanded_from.cache_clear()
 
 

@@ -96,7 +96,7 @@ def describe(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str,
         "dtype": settings.dtype,
         "eos_token_ids": eos_token_ids(arch, source),
         "expanded_from": expanded,
-        "forms": [form for form in FORMS if form == "absorbed" or chunk >= expanded],
+        "forms": [form for form in FORMS if form == "absorbed" or chunk >= min(expanded)],
         "inputs": ["tokens", "positions", "pages", *(f"cache.{i}" for i in range(arch.num_hidden_layers))],
         "latent_dim": arch.latent_dim,
         "max_batch_size": settings.max_batch_size,
@@ -114,10 +114,12 @@ def describe(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str,
     }
 
 
-def expanded_from(settings: TorchEngineConfig, taken: list[str]) -> int:
-    """Tokens of a prompt's chunk from which the expanded form is taken."""
-    measured = crossover.expanded_from(settings.max_seq_len) if {"mla_decode", "mla_prefill"} <= set(taken) else EXPANDED_FROM
-    return settings.expanded_from or measured
+def expanded_from(settings: TorchEngineConfig, taken: list[str]) -> list[int]:
+    """Tokens of a prompt's chunk from which the expanded form is taken, in a context of one page, of two, and so on."""
+    contexts = range(settings.page_size, settings.max_seq_len + settings.page_size, settings.page_size)
+    if settings.expanded_from or not {"mla_decode", "mla_prefill"} <= set(taken):
+        return [settings.expanded_from or EXPANDED_FROM] * len(contexts)
+    return [crossover.expanded_from(context) for context in contexts]
 
 
 def weight_table(arch: Arch, settings: TorchEngineConfig, plugins: dict[str, Any]) -> dict[str, list[Any]]:

@@ -42,7 +42,7 @@ def steps(info: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
     random = torch.Generator().manual_seed(0)
     rows, room, size = info["max_batch_size"], info["max_seq_len"], info["page_size"]
     long = max(min(info["prefill_chunk"], room - 2), 1)
-    short = max(min(info["expanded_from"] - 1, info["prefill_chunk"], room - long - 1), 0)
+    short = max(min(min(info["expanded_from"]) - 1, info["prefill_chunk"], room - long - 1), 0)
     table = torch.arange(1, info["num_pages"]).view(rows, -1)
 
     def chunk(start: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +67,7 @@ def compare(folder: Path, runtime: Path) -> list[float]:
     caches, errors = new_caches(info), []
     for tokens, positions, pages in steps(info):
         compiled = engine.step(tokens, positions, pages).double()
-        long = "expanded" in decoders and len(tokens) == 1 and tokens.shape[1] >= info["expanded_from"]
+        long = "expanded" in decoders and len(tokens) == 1 and tokens.shape[1] >= info["expanded_from"][pages.shape[1] - 1]
         inputs = (value.to(info["device"]) for value in (tokens, positions, pages))
         eager = decoders["expanded" if long else "absorbed"](*inputs, caches).double()
         errors.append(((compiled - eager).norm() / eager.norm()).item())

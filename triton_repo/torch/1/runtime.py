@@ -73,13 +73,13 @@ class CompiledEngine:
         inputs = [value.to(torch.int64).contiguous() for value in (tokens.masked_fill(positions < 0, 0), positions, pages)]
         size = self._captured_size(*tokens.shape, pages.shape[1])
         if size is None:
-            return self._form(*tokens.shape)([*(value.to(self.device) for value in inputs), *self.caches])
+            return self._form(*tokens.shape, pages.shape[1])([*(value.to(self.device) for value in inputs), *self.caches])
         if size not in self._graphs:
-            self._graphs[size] = StepGraph(self._form(*size[:2]), size, self.caches)
+            self._graphs[size] = StepGraph(self._form(*size), size, self.caches)
         return self._graphs[size](inputs)[: len(tokens)]
 
-    def _form(self, rows: int, length: int) -> Form:
-        long = rows == 1 and 1 < length >= self.info["expanded_from"]
+    def _form(self, rows: int, length: int, pages: int) -> Form:
+        long = rows == 1 and 1 < length >= self.info["expanded_from"][pages - 1]
         return self.forms["expanded" if long and "expanded" in self.forms else "absorbed"]
 
     def _captured_size(self, rows: int, length: int, pages: int) -> Size | None:
