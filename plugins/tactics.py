@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OURS", "Table", "ours_alone"]
+__all__ = ["OURS", "Table", "importable", "ours_alone", "takes"]
 
 OURS = "ours"
 
@@ -72,6 +73,21 @@ class Table:
 def ours_alone() -> bool:
     """Whether the user wants no other implementation than ours."""
     return os.environ.get("R1_PIPELINE_KERNELS") == OURS
+
+
+@functools.cache
+def importable(library: str) -> Any | None:
+    """Another library's module, or None: what it needs beside, such as a CUDA toolkit, may not be here."""
+    try:
+        return importlib.import_module(library) if importlib.util.find_spec(library) else None
+    except Exception:  # any: ours does the work then
+        return None
+
+
+def takes(namespace: Any, name: str, count: int) -> bool:
+    """Whether there is such an op in `torch.ops.NAMESPACE`, of exactly so many arguments: other versions' have others."""
+    op = getattr(namespace, name, None)
+    return op is not None and any(len(getattr(op, form)._schema.arguments) == count for form in op.overloads())
 
 
 def _write(result: Path) -> None:

@@ -47,13 +47,14 @@ def mla_decode(
     _check(q, cache, table, lengths, latent)
     if not q.numel() or not has_kernel(q, cache, latent):
         return _plain(q, cache, table, lengths, scale, latent, kv_scale)
+    q, cache, table, lengths = (aligned(tensor) for tensor in (q, cache, table, lengths))
     fastest = _fastest(q, cache, table)
     if fastest == "flash_mla" and kv_scale == 1:  # which it cannot be told
         return tactics.flash_mla(q, cache, table, lengths, scale, latent)
     if fastest == "sgl_flash_mla":
         return tactics.sgl_flash_mla(q, cache, table, lengths, scale, latent, kv_scale)
     out, lse = _outputs(q, latent)
-    launch(aligned(q), aligned(cache), aligned(table), aligned(lengths), out, lse, scale, kv_scale)
+    launch(q, cache, table, lengths, out, lse, scale, kv_scale)
     return out, lse
 
 

@@ -10,7 +10,7 @@ channels did not dominate. So it is taken where it was measured faster, rounding
 from __future__ import annotations
 
 import functools
-import importlib.util
+import inspect
 import os
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plugins.nvrtc import Source, aligned
 from plugins.quantize.reference import FP8
-from plugins.tactics import OURS, Table, ours_alone
+from plugins.tactics import OURS, Table, importable, ours_alone, takes
 
 __all__ = ["COMBINE", "TABLE", "flash_mla", "present", "sgl_flash_mla"]
 
@@ -30,6 +30,8 @@ COMBINE = Source(Path(__file__).with_name("combine.cu"))
 THREADS = 128
 PAGE = 64
 MOST = 448.0
+SGL_OPS = ("get_mla_decoding_metadata_dense_fp8", 3), ("fwd_kvcache_mla_fp8", 11)
+"""What is called of sgl-kernel, and the arguments of each."""
 
 
 @functools.cache
@@ -39,9 +41,16 @@ def present(fp8: bool) -> tuple[str, ...]:
         return (OURS,)
     if fp8:
         refused = os.environ.get("R1_PIPELINE_FP8_QUERIES") == "0"
-        there = not refused and hasattr(torch.ops.sgl_kernel, "fwd_kvcache_mla_fp8")
+        there = not refused and all(takes(torch.ops.sgl_kernel, *op) for op in SGL_OPS)
         return (OURS, "sgl_flash_mla") if there else (OURS,)
-    return (OURS, "flash_mla") if importlib.util.find_spec("flash_mla") else (OURS,)
+    return (OURS, "flash_mla") if _plans_by_itself() else (OURS,)
+
+
+def _plans_by_itself() -> bool:
+    """Whether there is a FlashMLA whose plan is made at the first call: older ones want lengths for it."""
+    plan = getattr(importable("flash_mla"), "get_mla_metadata", None)
+    kinds = {each.kind for each in inspect.signature(plan).parameters.values()} if plan else set()
+    return plan is not None and kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 def flash_mla(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int) -> tuple[Tensor, Tensor]:

@@ -12,20 +12,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plugins.tactics import OURS, Table, ours_alone
+from plugins.tactics import OURS, Table, ours_alone, takes
 
 __all__ = ["TABLE", "THEIRS", "cudnn", "fa3", "present"]
 
 TABLE = Table(
     Path(__file__).with_name("tactics.json"), "mla_prefill", ("device",), ("batch", "tokens", "context"), ("fa3", "cudnn")
 )
+FA3_ARGUMENTS = 37
 
 
 def present(alone: bool) -> tuple[str, ...]:
     """Implementations that can be used in this process; `alone`: for one sequence from its beginning, in whole blocks."""
     if ours_alone():
         return (OURS,)
-    return OURS, *(("fa3",) if hasattr(torch.ops._vllm_fa3_C, "fwd") else ()), *(("cudnn",) if alone else ())
+    return OURS, *(("fa3",) if takes(torch.ops._vllm_fa3_C, "fwd", FA3_ARGUMENTS) else ()), *(("cudnn",) if alone else ())
 
 
 def fa3(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ compiles a kernel at the first call of a size, which takes seconds and cannot be
 from __future__ import annotations
 
 import functools
-import importlib.util
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from plugins.moe_grouped_gemm import launch
 from plugins.moe_grouped_gemm.reference import Weights
-from plugins.tactics import OURS, Table, ours_alone
+from plugins.tactics import OURS, Table, importable, ours_alone
 
 __all__ = ["DEEP_GEMM", "TABLE", "present"]
 
@@ -26,7 +25,14 @@ TABLE = Table(Path(__file__).with_name("tactics.json"), "moe_fp8_block", ("devic
 @functools.cache
 def present() -> tuple[str, ...]:
     """Implementations that can be used in this process."""
-    return (OURS, "deep_gemm") if not ours_alone() and importlib.util.find_spec("deep_gemm") else (OURS,)
+    return (OURS, "deep_gemm") if not ours_alone() and _has_layout() else (OURS,)
+
+
+def _has_layout() -> bool:
+    """Whether there is a DeepGEMM that takes experts' ends; older ones, which are in other packages, too, say that they do not."""
+    product = getattr(importable("deep_gemm"), "m_grouped_fp8_gemm_nt_contiguous", None)
+    signature = getattr(product, "__doc__", None) or ""
+    return product is not None and ("use_psum_layout" in signature or "(" not in signature)
 
 
 def _both(gathered: launch.Rows, gate_up: Weights, down: Weights, route: launch.Route) -> Tensor:
