@@ -32,6 +32,7 @@ FP8 = torch.float8_e4m3fn
 @torch.library.custom_op("r1_pipeline::qkv_a", mutates_args=(), device_types="cuda")
 def qkv_a(x: Tensor, weight: Tensor) -> Tensor:
     """BF16 x [N, H] and weight [Q + L + R, H] -> BF16 [N, Q + L + R]"""
+    gemm.check(x, weight)
     if not 0 < len(x) <= FEW_TOKENS or not gemm.has_kernel(x, weight):
         return torch.nn.functional.linear(x, weight)
     out = x.new_empty((len(x), len(weight)))
@@ -118,6 +119,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 @qkv_a.register_kernel("cpu")
 def _(x: Tensor, weight: Tensor) -> Tensor:
+    gemm.check(x, weight)
     return reference.qkv_a(x, weight)
 
 
@@ -143,3 +145,5 @@ def _check(qkv: Tensor, q_norm: Tensor, kv_norm: Tensor, cos_sin: Tensor, positi
     if (cos_sin.dtype, cos_sin.shape[1], positions.dtype, slots.dtype) != (torch.float32, rope, torch.int32, torch.int64):
         found = f"cos_sin {cos_sin.dtype} {list(cos_sin.shape)}, positions {positions.dtype}, slots {slots.dtype}"
         raise ConfigError(f"{found}: they must be float32 [P, {rope}], int32 and int64.")
+    if not positions.shape == slots.shape == (len(qkv),):
+        raise ConfigError(f"positions are {list(positions.shape)} and slots {list(slots.shape)}: they must be [{len(qkv)}], both.")

@@ -17,7 +17,7 @@ from pipeline.core.errors import ConfigError
 from plugins.nvrtc import Source, aligned, tensor_map
 from plugins.router_gemm import reference
 
-__all__ = ["router_gemm"]
+__all__ = ["check", "fits", "has_kernel", "launch", "router_gemm", "variant"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"))
 MANY = Source(Path(__file__).with_name("many.cu"), specific=True)
@@ -40,7 +40,7 @@ WIDE = 1024
 @torch.library.custom_op("r1_pipeline::router_gemm", mutates_args=(), device_types="cuda")
 def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
     """BF16 x [N, H] and weight [E, H] -> logits F32 [N, E]."""
-    _check(x, weight)
+    check(x, weight)
     if not has_kernel(x, weight):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     logits = _output(x, weight)
@@ -114,11 +114,12 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 @router_gemm.register_kernel("cpu")
 def _(x: Tensor, weight: Tensor) -> Tensor:
-    _check(x, weight)
+    check(x, weight)
     return reference.router_gemm(x, weight)
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def check(x: Tensor, weight: Tensor) -> None:
+    """ConfigError unless these are BF16 [N, H] and [E, H]."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or {x.dtype, weight.dtype} != {torch.bfloat16}:
         found = f"x is {x.dtype} {list(x.shape)} and weight {weight.dtype} {list(weight.shape)}"
         raise ConfigError(f"{found}: they must be bfloat16 [N, H] and [E, H].")

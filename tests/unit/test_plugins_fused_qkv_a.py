@@ -109,3 +109,9 @@ def test_what_kernels_cannot_take_is_refused() -> None:
         op.norm_rope_cache(qkv[:, :8], *rest)
     with pytest.raises(ConfigError, match="int32 and int64"):
         op.norm_rope_cache(qkv, *rest[:3], rest[3].long(), *rest[4:])
+    with pytest.raises(ConfigError, match="positions are"):
+        op.norm_rope_cache(qkv, *rest[:3], rest[3][:2], *rest[4:])
+    with pytest.raises(ConfigError, match="must be bfloat16"):
+        op.qkv_a(torch.zeros(2, 256), torch.zeros(32, 256, dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match="must be bfloat16"):
+        op.qkv_a(torch.zeros(2, 512, dtype=torch.bfloat16), torch.zeros(32, 256, dtype=torch.bfloat16))
