@@ -288,8 +288,12 @@ assert logits.shape == (1, engine.info["vocab_size"]) and logits.isfinite().all(
 import plugins.mla_decode.op, pipeline.core.errors
 assert plugins.mla_decode.op.__file__.startswith(sys.argv[1])
 print(sorted(name for name in sys.modules if name.startswith("pipeline")))
-engine.info["plugins"]["sources"]["plugins/topk_router/op.py"] = "0" * 64
-runtime._load_ops(pathlib.Path(sys.argv[1], "ops"), engine.info["plugins"])
+for name in ("topk_router/op.py", "moe_grouped_gemm/launch.py", "router_gemm/many.cu", "nowhere.py"):
+    other = engine.info["plugins"] | {"sources": engine.info["plugins"]["sources"] | {"plugins/" + name: "0" * 64}}
+    try:
+        runtime._load_ops(pathlib.Path(sys.argv[1], "ops"), other)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
 """
 
 
@@ -318,7 +322,7 @@ def test_a_package_has_the_plugins_and_passes_its_own_check(engine, tmp_path) ->
 
 
 def test_an_engine_carries_its_plugins(engine, tmp_path) -> None:
-    """It runs where the project is not, and refuses another version of an op."""
+    """It runs where the project is not, and refuses another version of an op, or of what it needs."""
     engine = shutil.copytree(engine, tmp_path / "1")
     info = json.loads((engine / "engine.json").read_text())
     assert info["plugins"]["sources"] == sources(info["plugins"]["taken"])
@@ -329,7 +333,8 @@ def test_an_engine_carries_its_plugins(engine, tmp_path) -> None:
     command = [sys.executable, "-c", ALONE, str(engine)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "['pipeline', 'pipeline.core', 'pipeline.core.errors']", done.stderr
-    assert "topk_router/op.py is not the version that this engine was built with" in done.stderr
+    for name in ("topk_router/op.py", "moe_grouped_gemm/launch.py", "router_gemm/many.cu", "nowhere.py"):
+        assert f"plugins/{name} is not the version that this engine was built with" in done.stderr
 
 
 def test_carried_kernels_need_no_compiler(tmp_path, monkeypatch) -> None:

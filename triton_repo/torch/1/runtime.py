@@ -143,9 +143,10 @@ class StepGraph:
             self._ran = True
             return self._call()
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=_pool()):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=_pool()):
                 self.logits = self._call()
+            self.graph = graph  # only of a capture that succeeded
         self.graph.replay()
         return self.logits.clone()
 
@@ -169,16 +170,19 @@ def _load_ops(folder: Path, plugins: dict[str, Any]) -> None:
     sys.path.insert(0, str(folder))
     try:
         for name in plugins["taken"]:
-            module = importlib.import_module(f"plugins.{name}.op")
-            _check_source(Path(str(module.__file__)), plugins["sources"][f"plugins/{name}/op.py"])
-        importlib.import_module("plugins.nvrtc").carried(folder / "kernels")
+            importlib.import_module(f"plugins.{name}.op")
+        nvrtc = importlib.import_module("plugins.nvrtc")
     finally:
         sys.path.remove(str(folder))
+    for name, digest in plugins["sources"].items():
+        if name.startswith("plugins/"):
+            _check_source(Path(str(nvrtc.__file__)).parents[1] / name, digest)
+    nvrtc.carried(folder / "kernels")
 
 
 def _check_source(file: Path, digest: str) -> None:
-    """A process can have one version of an op."""
-    if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+    """A process can have one version of an op, of its kernels, and of what it imports."""
+    if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != digest:
         raise RuntimeError(
             f"{file} is not the version that this engine was built with: serve it in a process without that, or build it again."
         )
