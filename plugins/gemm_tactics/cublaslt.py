@@ -56,14 +56,14 @@ def candidates(tokens: int, out: int, hidden: int, most: int) -> list[Algorithm]
         _ok(_library().cublasLtMatmulPreferenceSetAttribute(preference, name, ctypes.byref(value), ctypes.sizeof(value)))
     operation, (a, b, d) = _operation(), _layouts(tokens, out, hidden)
     shape = operation, a, b, d, d, preference
-    code = _library().cublasLtMatmulAlgoGetHeuristic(_handle(), *shape, most, found, ctypes.byref(count))
+    code = _library().cublasLtMatmulAlgoGetHeuristic(_handle(torch.cuda.current_device()), *shape, most, found, ctypes.byref(count))
     _library().cublasLtMatmulPreferenceDestroy(preference)
     _ok(code)
     return [tuple(one.algorithm) for one in found[: count.value] if one.state == 0]
 
 
 def product(x: Tensor, weight: Tensor, out: Tensor, algorithm: Algorithm) -> None:
-    """out [N, O] = x [N, K] @ weight [O, K]^T on the current stream; all BF16, contiguous, aligned to 16 bytes."""
+    """out [N, O] = x [N, K] @ weight [O, K]^T on the current device and stream; all BF16, contiguous, aligned to 16 bytes."""
     one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
     chosen = (ctypes.c_uint64 * 8)(*algorithm)
     a, b, d = _layouts(len(x), *weight.shape)
@@ -72,7 +72,7 @@ def product(x: Tensor, weight: Tensor, out: Tensor, algorithm: Algorithm) -> Non
     space = _workspace(x.device.index or 0)
     terms = ctypes.byref(one), pointers[0], a, pointers[1], b, ctypes.byref(zero), pointers[2], d, pointers[2], d
     rest = ctypes.byref(chosen), ctypes.c_void_p(space.data_ptr()), ctypes.c_size_t(WORKSPACE), stream
-    _ok(_library().cublasLtMatmul(_handle(), _operation(), *terms, *rest))
+    _ok(_library().cublasLtMatmul(_handle(torch.cuda.current_device()), _operation(), *terms, *rest))
 
 
 @functools.cache
@@ -87,7 +87,8 @@ def _library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _handle() -> ctypes.c_void_p:
+def _handle(device: int) -> ctypes.c_void_p:
+    """The library's context of the current device: it is of the one that it was made on."""
     handle = ctypes.c_void_p()
     _ok(_library().cublasLtCreate(ctypes.byref(handle)))
     return handle

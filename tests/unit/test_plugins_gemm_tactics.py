@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +47,36 @@ def test_the_committed_file_holds_r1s_shapes() -> None:
 
 def test_structures_are_the_librarys() -> None:
     assert ctypes.sizeof(cublaslt._Candidate) == 96
+
+
+def test_each_device_has_a_context_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a product goes through that of the current one."""
+    made, used = [], []
+
+    class Library:
+        def cublasLtCreate(self, handle) -> int:  # noqa: N802
+            made.append(handle)
+            handle._obj.value = len(made)
+            return 0
+
+        def cublasLtMatmul(self, handle, *_) -> int:  # noqa: N802
+            used.append(handle.value)
+            return 0
+
+        def __getattr__(self, name: str):
+            return lambda *_: 0
+
+    for name in ("_handle", "_operation", "_layouts"):
+        monkeypatch.setattr(cublaslt, name, getattr(cublaslt, name).__wrapped__)
+    monkeypatch.setattr(cublaslt, "_handle", functools.cache(cublaslt._handle))
+    monkeypatch.setattr(cublaslt, "_library", Library)
+    monkeypatch.setattr(cublaslt, "_workspace", lambda _: torch.empty(1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    x, weight, out = (torch.zeros(shape).bfloat16() for shape in ((2, 8), (4, 8), (2, 4)))
+    for device in (0, 1, 1, 0):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        cublaslt.product(x, weight, out, tuple(range(8)))
+    assert used == [1, 2, 2, 1] and len(made) == 2
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
