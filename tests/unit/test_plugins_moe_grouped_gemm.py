@@ -156,7 +156,7 @@ def test_a_captured_step_takes_new_routes(form: str, shared: bool) -> None:
 
 @pytest.mark.skipif(not HAS_WGMMA or not importlib.util.find_spec("deep_gemm"), reason="no GPU of sm_90, or no DeepGEMM, here")
 @pytest.mark.parametrize(("tokens", "first"), [(1, 0), (300, 0), (700, 2)])
-def test_deep_gemm_between_our_kernels_vs_reference(tokens: int, first: int) -> None:
+def test_deep_gemm_between_our_kernels_captured_vs_reference(tokens: int, first: int) -> None:
     with torch.device("cuda"):
         x, indices, weights, *matrices = torch.randn(tokens, 1024).bfloat16(), *routes(tokens, 3, 6), *fp8_weights(4, 512, 1024)
         indices[: tokens // 3] = torch.tensor([3, 5, 2], dtype=torch.int32)

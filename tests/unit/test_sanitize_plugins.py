@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
 from scripts import sanitize_plugins
-from scripts.sanitize_plugins import FOUND, KERNEL, PLUGINS, SOURCES, UNFOLLOWED, checked, watched
+from scripts.sanitize_plugins import FOUND, KERNEL, PLUGINS, SELECTION, SOURCES, UNFOLLOWED, checked, watched
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,6 +22,16 @@ def test_every_kernel_is_watched_and_every_plugin_has_tests() -> None:
     assert everything - set(watched("racecheck")) == {f"kne={name}" for name in UNFOLLOWED["racecheck"]}
     assert not any("kne=" in word for word in watched("initcheck")), "it must see who writes"
     assert all((ROOT / "tests" / "unit" / f"test_plugins_{name}.py").is_file() for name in PLUGINS)
+
+
+def test_tests_that_capture_are_named_so_and_left_out() -> None:
+    """Without torch's cache of memory nothing can be captured."""
+    words = SELECTION.removeprefix("not (").removesuffix(")").split(" or ")
+    for name in PLUGINS:
+        text = (ROOT / "tests" / "unit" / f"test_plugins_{name}.py").read_text(encoding="utf-8")
+        tests = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+        captured = [node.name for node in tests if "CUDAGraph" in str(ast.get_source_segment(text, node))]
+        assert all(any(word in test for word in words) for test in captured), captured
 
 
 @pytest.mark.parametrize(("body", "clean", "text"), [
