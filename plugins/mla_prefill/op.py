@@ -48,7 +48,8 @@ def mla_prefill(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sca
         return _plain(q, k, v, cu_q, cu_k, scale)
     name = _fastest(q, k, cu_q)
     if name != OURS:
-        return tactics.THEIRS[name](q, k, v, cu_q, cu_k, scale)
+        rows = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+        return tactics.THEIRS[name](*rows, cu_q.contiguous(), cu_k.contiguous(), scale)
     out, lse = _outputs(q, VALUES)
     launch(q, k[..., :NOPE], k[..., NOPE:], v, cu_q, cu_k, out, lse, scale)
     return out, lse

@@ -92,6 +92,20 @@ def test_other_libraries_in_the_op_vs_reference(name: str, monkeypatch: pytest.M
     tactics.present.cache_clear()
 
 
+@pytest.mark.parametrize("name", ["flash_mla", "sgl_flash_mla"])
+def test_other_libraries_are_given_whole_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(op, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(op, "_fastest", lambda *_: name)
+    monkeypatch.setattr(tactics, name, lambda *inputs: given.extend(inputs))
+    inputs = [torch.stack((x.float(), x.float()), -1).to(x.dtype)[..., 0] for x in case("cpu", [70, 3], 2)]
+    assert not any(x.is_contiguous() for x in inputs)
+    op.mla_decode._init_fn(*inputs, SCALE, op.LATENT)
+    for found, wanted in zip(given, inputs, strict=False):
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
 @pytest.mark.parametrize("fp8", [False, True])
 def test_scores_that_grow_and_fall_vs_reference(fp8: bool) -> None:

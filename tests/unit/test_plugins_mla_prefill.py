@@ -69,6 +69,18 @@ def test_other_libraries_in_the_op_vs_reference(name: str, monkeypatch: pytest.M
     assert len(ran) == len(some)
 
 
+def test_other_libraries_are_given_rows_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(op, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(op, "_fastest", lambda *_: "fa3")
+    monkeypatch.setitem(tactics.THEIRS, "fa3", lambda *inputs: given.extend(inputs))
+    q, k = (torch.zeros(op.NOPE + op.ROPE, 3, 2).bfloat16().permute(2, 1, 0) for _ in range(2))
+    v, ends = torch.zeros(2, 3, 2 * op.VALUES).bfloat16()[..., : op.VALUES], torch.tensor([0, 9, 2, 9], dtype=torch.int32)[::2]
+    op.mla_prefill._init_fn(q, k, v, ends, ends, SCALE)
+    assert [x.stride(-1) for x in given[:5]] == [1] * 5 and given[2] is v
+    assert all(torch.equal(x, wanted) for x, wanted in zip(given, (q, k, v, ends, ends), strict=False))
+
+
 @pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
 def test_scores_that_grow_and_fall_vs_reference() -> None:
     """The largest score so far is kept or replaced."""
