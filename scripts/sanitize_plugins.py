@@ -72,6 +72,8 @@ def main() -> int:
     options = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
         sys.exit("compute-sanitizer is not on the PATH: install the CUDA toolkit, or the wheel nvidia-cuda-sanitizer-api.")
+    if options.logs:
+        options.logs.mkdir(parents=True, exist_ok=True)
     groups = [options.only] if options.together else [[plugin] for plugin in options.only]
     pairs = [(plugins, tool) for tool in options.tools for plugins in groups]
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -52,6 +52,13 @@ def test_what_is_clean(body: str, clean: bool, text: str, tmp_path: Path, monkey
     assert (tmp_path / "topk_router_trt_racecheck.log").is_file()
 
 
+def test_the_folder_of_logs_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize_plugins.shutil, "which", lambda _: "/a/tool")
+    monkeypatch.setattr(sanitize_plugins, "checked", lambda *_: sanitize_plugins.Verdict(True, ""))
+    monkeypatch.setattr("sys.argv", ["sanitize_plugins.py", "--logs", str(tmp_path / "some" / "logs")])
+    assert sanitize_plugins.main() == 0 and (tmp_path / "some" / "logs").is_dir()
+
+
 def test_without_the_tool_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("sys.argv", ["sanitize_plugins.py"])
