@@ -3,10 +3,10 @@
     out, lse = torch.ops.r1_pipeline.mla_decode(q, cache, table, lengths, scale, 512, kv_scale)
 
 q BF16 [B, T, A, 576] (absorbed: latent | rope), cache BF16 or E4M3 [pages, page, 576] (times kv_scale), table I32 [B, P], lengths
-I32 [B], T queries a sequence of which the last is at its last token -> out BF16 [B, T, A, 512], lse F32 [B, T, A] (natural
-logarithm; -inf: no token). An FP8 cache is multiplied in FP16, which has all its values: it halves bytes, not the arithmetic.
-Another library's kernel is taken where it is present and was measured to be faster (`tactics`: for an FP8 cache, one that rounds
-queries, too, which can be refused).
+I32 [B], each P * page at most (not asked of the device), T queries a sequence of which the last is at its last token -> out BF16
+[B, T, A, 512], lse F32 [B, T, A] (natural logarithm; -inf: no token). An FP8 cache is multiplied in FP16, which has all its
+values: it halves bytes, not the arithmetic. Another library's kernel is taken where it is present and was measured to be faster
+(`tactics`: for an FP8 cache, one that rounds queries, too, which can be refused).
 
 The kernel needs sm_90 (it is wgmma and TMA through and through), D = 576, L = 512, pages of a multiple of 64 tokens, and a
 multiple of 64 heads or fewer than 64; other cases are computed page by page in plain torch. A sequence is split among CTAs so

@@ -5,7 +5,8 @@
 
 q BF16 [Tq, A, 192], k [Tk, A, 192], v [Tk, A, 128]; or kv [Tk, A, 256] (k_nope 128 | v) and k_rope [Tk, 64] of all heads, which
 spares the copy that joins them. cu_q, cu_k I32 [B + 1]: sequence b is rows cu[b] .. cu[b + 1] - 1; its last query is at its last
-key (keys of earlier chunks come first). -> out BF16 [Tq, A, 128], lse F32 [A, Tq] (natural logarithm; -inf, and zeros: no key).
+key (keys of earlier chunks come first). cu_q ends at Tq, and cu_k at Tk where Tk = Tq, which is not asked of the device: one
+sequence is told by it. -> out BF16 [Tq, A, 128], lse F32 [A, Tq] (natural logarithm; -inf, and zeros: no key).
 
 The kernel needs sm_90 and these widths; other cases are computed in plain torch, which waits for the device. Its work is found
 on the device, so a step can be captured in a graph. No sequence is split: few heads and few queries leave the chip idle. What
