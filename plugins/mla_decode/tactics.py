@@ -5,6 +5,7 @@ it is loaded, for FP8 caches in pages of 64. It multiplies in FP8: queries (with
 cache is. Against attention over the cache before that was rounded, its relative L2 error on an H200 was 1.03 to 1.48 times ours
 in each of 24 cases (random, peaked and outlying channels; the cache's scale 1, or its largest / 448), of 3 to 11 % where single
 channels did not dominate. So it is taken where it was measured faster, rounding included; `R1_PIPELINE_FP8_QUERIES=0` refuses it.
+flashinfer's needs a plan made on the host for every batch: an op cannot take it.
 """
 
 from __future__ import annotations
