@@ -1,0 +1,199 @@
+"""What ops hand to their kernels, without a GPU: the driver is a stand-in, kernels and their parameters are the sources' own.
+
+Each launch must name a kernel of its source and give every parameter a value of its kind: a tensor for a pointer, an int for a
+whole number, a float for a float, a TMA descriptor for a `TensorMap`; its grid must not be empty, and its macros must be those that
+the source reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="plugins are torch ops")
+
+from plugins import nvrtc  # noqa: E402
+from plugins.fused_qkv_a import op as fused_qkv_a  # noqa: E402
+from plugins.kv_quantize import op as kv_quantize  # noqa: E402
+from plugins.mla_absorb import op as mla_absorb  # noqa: E402
+from plugins.mla_decode import op as mla_decode  # noqa: E402
+from plugins.mla_prefill import op as mla_prefill  # noqa: E402
+from plugins.moe_grouped_gemm import op as moe  # noqa: E402
+from plugins.nvfp4_convert import op as nvfp4_convert  # noqa: E402
+from plugins.quantize import op as quantize  # noqa: E402
+from plugins.router_gemm import op as router_gemm  # noqa: E402
+from plugins.topk_router import op as topk_router  # noqa: E402
+
+BF16, F32, FP8, I32, I64, U8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.int64, torch.uint8
+MOST_SHARED = 227 << 10
+KINDS = {"pointer": (torch.Tensor, ctypes.c_void_p), "TensorMap": ctypes.Array, "float": float, "number": int}
+
+
+def t(*shape: int, dtype: Any = BF16) -> Any:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def kinds_of(source: bytes, name: str) -> list[str]:
+    """Of a kernel's parameters."""
+    found = re.search(rf"^{name}\((.*?)\) \{{$", source.decode(), re.MULTILINE | re.DOTALL)
+    assert found, f"no kernel {name}"
+    words = [parameter.split() for parameter in found[1].split(",")]
+    return [
+        "pointer" if any("*" in word for word in each) else next((each for each in KINDS if each in parts), "number")
+        for each in words
+        for parts in [set(each)]
+    ]
+
+
+class Launches:
+    """Stands for a module of every source."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def module(self, source: nvrtc.Source, **macros: int | float) -> Any:
+        text = nvrtc.source_text(source.path)
+        unread = [name for name in macros if not re.search(rf"\b{name}\b".encode(), text)]
+        assert not unread, f"{source.path} does not read {unread}"
+        return SimpleNamespace(launch=lambda *args, **more: self.launch(text, *args, **more))
+
+    def launch(self, text: bytes, name: str, grid: Any, threads: int, *args: Any, overlap: bool = False, shared: int = 0) -> None:
+        kinds = kinds_of(text, name)
+        assert len(args) == len(kinds), f"{name}: {len(args)} values for {len(kinds)} parameters"
+        for place, (value, kind) in enumerate(zip(args, kinds, strict=True)):
+            assert isinstance(value, KINDS[kind]), f"{name}: parameter {place} is a {kind}, not {type(value).__name__}"
+        assert len(grid) == 3 and all(isinstance(size, int) and size > 0 for size in grid), f"{name}: grid {grid}"
+        assert 32 <= threads <= 1024 and threads % 32 == 0 and 0 <= shared <= MOST_SHARED, f"{name}: {threads} threads, {shared} B"
+        self.names.append(name)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """An H200 without the GPU."""
+    made = Launches()
+    monkeypatch.setenv("R1_PIPELINE_KERNELS", "ours")
+    monkeypatch.setattr(nvrtc.Source, "module", lambda source, **macros: made.module(source, **macros))
+    monkeypatch.setattr(nvrtc, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
+    monkeypatch.setattr(nvrtc, "_pointer", lambda tensor: tensor.data_ptr())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+    caches = nvrtc.processors, nvrtc._tensor_map, mla_decode.tactics.present, moe.tactics.present
+    for cache in caches:
+        cache.cache_clear()
+    yield made
+    for cache in caches:
+        cache.cache_clear()
+
+
+def on_gpu(op: Any) -> Callable[..., Any]:
+    """The implementation for CUDA."""
+    return op._backend_fns.get("cuda") or op._backend_fns[None]
+
+
+def experts(count: int, hidden: int, width: int) -> tuple[list[Any], list[Any]]:
+    """In FP8 blocks, and in NVFP4."""
+    fp8 = [
+        t(count, 2 * width, hidden, dtype=FP8), t(count, 2 * width // 128, hidden // 128, dtype=F32),
+        t(count, hidden, width, dtype=FP8), t(count, hidden // 128, width // 128, dtype=F32),
+    ]  # fmt: skip
+    parts = [(2 * width, hidden), (hidden, width)]
+    nvfp4 = [
+        each for rows, columns in parts
+        for each in (t(count, rows, columns // 2, dtype=U8), t(count, rows, columns // 16, dtype=FP8), t(count, dtype=F32))
+    ]  # fmt: skip
+    return fp8, nvfp4
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize(("hidden", "count"), [(7168, 256), (7168, 384), (5120, 160)])
+def test_router_gemm(launches: Launches, tokens: int, hidden: int, count: int) -> None:
+    on_gpu(router_gemm.router_gemm)(t(tokens, hidden), t(count, hidden))
+    assert len(launches.names) == 1 and launches.names[0].startswith("router_gemm")
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16, 17, 32])
+def test_qkv_a(launches: Launches, tokens: int) -> None:
+    on_gpu(fused_qkv_a.qkv_a)(t(tokens, 7168), t(2112, 7168))
+    assert len(launches.names) == 1
+
+
+@pytest.mark.parametrize(("cache", "scale"), [(BF16, 1.0), (FP8, 0.5)])
+def test_norm_rope_cache(launches: Launches, cache: Any, scale: float) -> None:
+    token = t(64, 64, dtype=F32), t(3, dtype=I32), t(3, dtype=I64)
+    on_gpu(fused_qkv_a.norm_rope_cache)(t(3, 2112), t(1536), t(512), *token, t(128, 576, dtype=cache), scale, 1e-6)
+    assert launches.names == ["norm_rope_cache"]
+
+
+@pytest.mark.parametrize(("count", "groups", "kept", "top"), [(256, 8, 4, 8), (384, 1, 1, 8), (160, 1, 1, 8)])
+@pytest.mark.parametrize("tokens", [1, 300, 5000])
+def test_topk_router(launches: Launches, tokens: int, count: int, groups: int, kept: int, top: int) -> None:
+    on_gpu(topk_router.topk_router)(t(tokens, count, dtype=F32), t(count, dtype=F32), groups, kept, top, 2.5, True)
+    assert launches.names == ["topk_router"]
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 300, 2000, 9000])
+def test_quantisers(launches: Launches, tokens: int) -> None:
+    x, rows = t(tokens, 1024), (t(tokens, 512, dtype=U8), t(tokens, 64, dtype=FP8), t(1, dtype=F32))
+    on_gpu(quantize.fp8_quantize)(x)
+    on_gpu(quantize.fp8_dequantize)(x.to(FP8), t(tokens, 8, dtype=F32))
+    for tiled in (False, True):
+        on_gpu(quantize.nvfp4_quantize)(x, t(1, dtype=F32), tiled)
+    on_gpu(quantize.nvfp4_dequantize)(*rows)
+    on_gpu(quantize.tile_nvfp4_scales)(rows[1])
+    assert {"fp8_quantize", "fp8_dequantize", "nvfp4_quantize", "nvfp4_dequantize", "tile_scales"} <= set(launches.names)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_kv_quantize(launches: Launches, int8: bool) -> None:
+    on_gpu(kv_quantize.kv_quantize)(t(130, 576), 64, 0.999, int8)
+    assert launches.names == ["kv_quantize"]
+
+
+@pytest.mark.parametrize("cache", [BF16, FP8])
+@pytest.mark.parametrize(
+    ("batch", "queries", "heads", "page"), [(1, 1, 128, 64), (3, 2, 16, 64), (200, 1, 128, 128), (2, 1, 64, 64)]
+)
+def test_mla_decode(launches: Launches, cache: Any, batch: int, queries: int, heads: int, page: int) -> None:
+    pages = t(4, page, 576, dtype=cache), t(batch, 8, dtype=I32), t(batch, dtype=I32)
+    on_gpu(mla_decode.mla_decode)(t(batch, queries, heads, 576), *pages, 0.1, 512, 0.5 if cache == FP8 else 1.0)
+    assert launches.names[0] == "mla_decode" and set(launches.names) <= {"mla_decode", "mla_combine"}
+
+
+def test_mla_prefill(launches: Launches) -> None:
+    q, k, ends = t(70, 16, 192), t(100, 16, 192), (t(3, dtype=I32), t(3, dtype=I32))
+    on_gpu(mla_prefill.mla_prefill)(q, k, t(100, 16, 128), *ends, 0.1)
+    on_gpu(mla_prefill.mla_prefill_kv)(q, t(100, 16, 256), t(100, 64), *ends, 0.1)
+    assert launches.names.count("mla_prefill") == 2
+
+
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_mla_absorb(launches: Launches, tokens: int) -> None:
+    on_gpu(mla_absorb.absorb_query)(t(tokens, 16, 192), t(16, 256, 512)[:, :128])
+    assert launches.names == ["mla_absorb"]
+
+
+@pytest.mark.parametrize(("tokens", "top"), [(1, 8), (40, 8), (600, 2)])
+def test_experts(launches: Launches, tokens: int, top: int) -> None:
+    x, routes = t(tokens, 512), (t(tokens, top, dtype=I64), t(tokens, top, dtype=F32))
+    fp8, nvfp4 = experts(8, 512, 256)
+    on_gpu(moe.moe_fp8_block)(x, *routes, *fp8)
+    assert launches.names == ["moe_permute", "moe_gather_fp8", "moe_product", "moe_product", "moe_finalize"]
+    launches.names.clear()
+    on_gpu(moe.moe_w4a16_nvfp4)(x, *routes, *nvfp4, 4)
+    assert launches.names == ["moe_permute", "moe_gather_bf16", "moe_product", "moe_product", "moe_finalize"]
+
+
+def test_nvfp4_convert(launches: Launches) -> None:
+    codes, scale = t(256, 512, dtype=FP8), t(2, 4, dtype=F32)
+    amax = on_gpu(nvfp4_convert.fp8_block_amax)(codes, scale)
+    on_gpu(nvfp4_convert.fp8_block_to_nvfp4)(codes, scale, amax)
+    assert launches.names == ["fp8_block_amax", "fp8_block_to_nvfp4"]
