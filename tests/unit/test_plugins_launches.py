@@ -29,6 +29,7 @@ from plugins.nvfp4_convert import op as nvfp4_convert  # noqa: E402
 from plugins.quantize import op as quantize  # noqa: E402
 from plugins.router_gemm import op as router_gemm  # noqa: E402
 from plugins.topk_router import op as topk_router  # noqa: E402
+from tests._utils.plugin_inputs import signature  # noqa: E402
 
 BF16, F32, FP8, I32, I64, U8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.int64, torch.uint8
 MOST_SHARED = 227 << 10
@@ -41,14 +42,12 @@ def t(*shape: int, dtype: Any = BF16) -> Any:
 
 def kinds_of(source: bytes, name: str) -> list[str]:
     """Of a kernel's parameters."""
-    found = re.search(rf"^{name}\((.*?)\) \{{$", source.decode(), re.MULTILINE | re.DOTALL)
-    assert found, f"no kernel {name}"
-    words = [parameter.split() for parameter in found[1].split(",")]
-    return [
-        "pointer" if any("*" in word for word in each) else next((each for each in KINDS if each in parts), "number")
-        for each in words
-        for parts in [set(each)]
-    ]
+    return [kind_of(parameter) for parameter in signature(source, name)]
+
+
+def kind_of(parameter: str) -> str:
+    """One of KINDS."""
+    return "pointer" if "*" in parameter else next((kind for kind in KINDS if kind in parameter.split()), "number")
 
 
 class Launches:

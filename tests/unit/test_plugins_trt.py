@@ -21,7 +21,7 @@ from pipeline.core.errors import MissingToolError, StageError  # noqa: E402
 from plugins import nvrtc, trt  # noqa: E402
 from plugins.trt_class import DTYPES, _on, _view, compute  # noqa: E402
 from tests._utils.cuda_on_cpu import CudaOnCpu  # noqa: E402
-from tests._utils.plugin_inputs import filled  # noqa: E402
+from tests._utils.plugin_inputs import filled, signature  # noqa: E402
 from tests._utils.tensorrt_bindings import stand_ins  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -76,13 +76,6 @@ def kernel_of(name: str, **more: Any) -> trt.Kernel:
     plugin, (_, shapes, attributes) = plugin_of(name), CASES[name]
     assert plugin.kernel is not None
     return plugin.kernel(trt.sizes(plugin, shapes), **attributes, **more)
-
-
-def signature(source: bytes, name: str) -> list[str]:
-    """A kernel's parameters, in order."""
-    found = re.search(rf"^{name}\(([^)]*)\) \{{$".encode(), source, re.MULTILINE)
-    assert found
-    return found[1].decode().split(",")
 
 
 def parameters(source: bytes, name: str) -> list[str]:

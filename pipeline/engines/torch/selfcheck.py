@@ -67,9 +67,8 @@ def compare(folder: Path, runtime: Path) -> list[float]:
     caches, errors = new_caches(info), []
     for tokens, positions, pages in steps(info):
         compiled = engine.step(tokens, positions, pages).double()
-        long = "expanded" in decoders and len(tokens) == 1 and tokens.shape[1] >= info["expanded_from"][pages.shape[1] - 1]
         inputs = (value.to(info["device"]) for value in (tokens, positions, pages))
-        eager = decoders["expanded" if long else "absorbed"](*inputs, caches).double()
+        eager = decoders[engine.form_of(*tokens.shape, pages.shape[1])](*inputs, caches).double()
         errors.append(((compiled - eager).norm() / eager.norm()).item())
     if info["device"] == "cuda" and info["plugins"]["taken"]:
         warm(engine)

@@ -78,19 +78,27 @@ class CompiledEngine:
             self._graphs[size] = StepGraph(self._form(*size), size, self.caches)
         return self._graphs[size](inputs)[: len(tokens)]
 
-    def _form(self, rows: int, length: int, pages: int) -> Form:
+    @property
+    def most_pages(self) -> int:
+        """Of a row."""
+        return -(-self.info["max_seq_len"] // self.info["page_size"])
+
+    def form_of(self, rows: int, length: int, pages: int) -> str:
+        """Which form of the graph computes a step: absorbed or expanded."""
         long = rows == 1 and 1 < length >= self.info["expanded_from"][pages - 1]
-        return self.forms["expanded" if long and "expanded" in self.forms else "absorbed"]
+        return "expanded" if long and "expanded" in self.forms else "absorbed"
+
+    def _form(self, rows: int, length: int, pages: int) -> Form:
+        return self.forms[self.form_of(rows, length, pages)]
 
     def _captured_size(self, rows: int, length: int, pages: int) -> Size | None:
         """That of the graph for a step; None if it is to run plainly."""
         info = self.info
-        most_pages = -(-info["max_seq_len"] // info["page_size"])
         if self.device.type != "cuda" or min(rows, length) > 1 or length > GRAPH_TOKENS:
             return None
         if length == 1:
-            return min(1 << (rows - 1).bit_length(), info["max_batch_size"]), 1, most_pages
-        size = 1, _rounded(length, info["prefill_chunk"]), _rounded(pages, most_pages)
+            return min(1 << (rows - 1).bit_length(), info["max_batch_size"]), 1, self.most_pages
+        size = 1, _rounded(length, info["prefill_chunk"]), _rounded(pages, self.most_pages)
         return size if size in self._graphs or len(self._graphs) < MOST_GRAPHS else None
 
     def _limit_threads(self) -> None:
@@ -105,11 +113,10 @@ class CompiledEngine:
         if positions.shape != tokens.shape or pages.shape[0] != rows:
             shapes = [list(value.shape) for value in (tokens, positions, pages)]
             raise ValueError(f"tokens, positions and pages have the shapes {shapes}; they must be [B,T], [B,T] and [B,P].")
-        most_pages = -(-info["max_seq_len"] // info["page_size"])
         for name, value, most in (
             ("rows", rows, info["max_batch_size"]),
             ("tokens a row", length, info["prefill_chunk"]),
-            ("pages a row", pages.shape[1], most_pages),
+            ("pages a row", pages.shape[1], self.most_pages),
         ):
             if not 1 <= value <= most:
                 raise ValueError(f"A step has {value} {name}; this engine was built for 1 to {most}: build one with other limits.")
