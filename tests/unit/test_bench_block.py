@@ -64,12 +64,12 @@ def test_ladder_vs_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = _layer.Shape(128, 128, 128, 32, 2, 96, 128, experts=4, top_k=2, n_group=2, topk_group=1, width=128, page=16)
     monkeypatch.setattr(bench_layer, "LENGTH", 17)
     monkeypatch.setattr(bench_layer, "clocked", lambda call: 1e-6 * call().shape[0])
-    rows = list(bench_layer.measured(Layer(shape, CPU), 3))
+    rows = list(bench_layer.measured(Layer(shape, CPU), 17))
     assert [row["step"] for row in rows] == ["eager", *_layer.STEPS, *_layer.STEPS]
-    assert {(row["us"], row["gain"]) for row in rows} == {(3.0, 1.0)} and rows[0]["error"] == 0
+    assert {(row["us"], row["gain"]) for row in rows} == {(17.0, 1.0)} and rows[0]["error"] == 0
     quantised = list(_layer.STEPS).index("moe_grouped_gemm") + 1
     for place, row in enumerate(rows):
-        assert row["error"] < (0.01 if place < quantised else 0.06) and row["rerouted"] < 0.5, row
+        assert row["error"] < (0.012 if place < quantised else 0.07) and row["rerouted"] < 0.5, row
 
 
 def test_blocks_are_not_cut() -> None:
