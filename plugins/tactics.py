@@ -8,7 +8,8 @@ implementation. A shape that was not measured takes the nearest one's order. For
     python scripts/bench_mla_forms.py --json FILE                   # when to decompress the cache of latents
     python -m plugins.mla_prefill.crossover FILE
 
-`R1_PIPELINE_KERNELS=ours` takes ours alone. `plugins.gemm_tactics` is about something else: algorithms inside one library.
+`R1_PIPELINE_KERNELS=ours` takes ours alone. What fails when it is called is not called again (`Table.attempt`).
+`plugins.gemm_tactics` is about something else: algorithms inside one library.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["OURS", "Table", "importable", "ours_alone", "takes"]
 
 OURS = "ours"
+Result = TypeVar("Result")
 
 
 class Table:
@@ -35,6 +38,8 @@ class Table:
     def __init__(self, file: Path, plugin: str, same: tuple[str, ...], sizes: tuple[str, ...], names: tuple[str, ...]) -> None:
         self.file, self.plugin, self.same, self.sizes, self.names = file, plugin, same, sizes, names
         self.choose = functools.lru_cache(maxsize=4096)(self._choose)
+        self.failed: set[str] = set()
+        """Of `names`: those that failed in this process."""
 
     @functools.cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -44,6 +49,7 @@ class Table:
     def _choose(self, same: tuple[str, ...], sizes: tuple[int, ...], names: tuple[str, ...]) -> str:
         """The fastest of `names` at the nearest size by the logarithms; ours where nothing of that kind was measured."""
         rows = [row for row in self.rows if tuple(row[key] for key in self.same) == same]
+        names = tuple(name for name in names if name not in self.failed)
         if not rows or len(names) == 1:
             return OURS
 
@@ -52,6 +58,24 @@ class Table:
 
         times = min(rows, key=distance)["us"]
         return min((name for name in names if name in times), key=times.__getitem__, default=OURS)
+
+    def attempt(self, name: str, theirs: Callable[[], Result], ours: Callable[[], Result]) -> Result:
+        """Their result; where they fail, ours, and no second attempt in this process, with a warning.
+
+        What they lack may show at the first call alone: a compiler, a header, a kernel for these shapes. Want of memory is raised:
+        it says nothing about them.
+        """
+        import torch
+
+        try:
+            return theirs()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.failed.add(name)
+            self.choose.cache_clear()
+            warnings.warn(f"{self.plugin}: {name} failed, so our kernel is used from now on ({error})", stacklevel=2)
+        return ours()
 
     def write(self, result: Path) -> None:
         """The file, from a benchmark's result."""

@@ -48,11 +48,17 @@ def mla_decode(
     if not q.numel() or not has_kernel(q, cache, latent):
         return _plain(q, cache, table, lengths, scale, latent, kv_scale)
     q, cache, table, lengths = (aligned(tensor) for tensor in (q, cache, table, lengths))
-    fastest = _fastest(q, cache, table)
-    if fastest == "flash_mla" and kv_scale == 1:  # which it cannot be told
-        return tactics.flash_mla(q, cache, table, lengths, scale, latent)
-    if fastest == "sgl_flash_mla":
-        return tactics.sgl_flash_mla(q, cache, table, lengths, scale, latent, kv_scale)
+    given, name = (q, cache, table, lengths), _fastest(q, cache, table, kv_scale)
+    if name == OURS:
+        return _ours(*given, scale, latent, kv_scale)
+    theirs = functools.partial(tactics.THEIRS[name], *given, scale, latent, kv_scale)
+    return tactics.TABLE.attempt(name, theirs, lambda: _ours(*given, scale, latent, kv_scale))
+
+
+def _ours(
+    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, kv_scale: float
+) -> tuple[Tensor, Tensor]:
+    """The kernels' results."""
     out, lse = _outputs(q, latent)
     launch(q, cache, table, lengths, out, lse, scale, kv_scale)
     return out, lse
@@ -108,10 +114,10 @@ def has_kernel(q: Tensor, cache: Tensor, latent: int) -> bool:
     return shapes and torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
-def _fastest(q: Tensor, cache: Tensor, table: Tensor) -> str:
+def _fastest(q: Tensor, cache: Tensor, table: Tensor, kv_scale: float) -> str:
     """Of the implementations that take these shapes, the measured choice."""
     page, fp8 = cache.shape[1], cache.dtype == FP8
-    if page != tactics.PAGE or not table.shape[1]:
+    if page != tactics.PAGE or not table.shape[1] or (not fp8 and kv_scale != 1):  # FlashMLA cannot be told of a scale
         return OURS
     same = torch.cuda.get_device_name(q.device), "fp8" if fp8 else "bf16"
     sizes = q.shape[0] * q.shape[1], table.shape[1] * page

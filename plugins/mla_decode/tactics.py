@@ -22,7 +22,7 @@ from plugins.nvrtc import Source, aligned
 from plugins.quantize.reference import FP8
 from plugins.tactics import OURS, Table, importable, ours_alone, takes
 
-__all__ = ["COMBINE", "TABLE", "flash_mla", "present", "sgl_flash_mla"]
+__all__ = ["COMBINE", "TABLE", "THEIRS", "flash_mla", "present", "sgl_flash_mla"]
 
 TABLE = Table(
     Path(__file__).with_name("tactics.json"), "mla_decode", ("device", "cache"), ("batch", "length"), ("flash_mla", "sgl_flash_mla")
@@ -54,8 +54,10 @@ def _plans_by_itself() -> bool:
     return plan is not None and kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-def flash_mla(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int) -> tuple[Tensor, Tensor]:
-    """FlashMLA as the op's out BF16 [B, T, A, latent] and lse F32 [B, T, A]."""
+def flash_mla(
+    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, kv_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """FlashMLA as the op's out BF16 [B, T, A, latent] and lse F32 [B, T, A]; a kv_scale of 1 is the only one it knows."""
     import flash_mla as library
 
     schedule = library.get_mla_metadata()[0]
@@ -73,6 +75,9 @@ def sgl_flash_mla(
     codes = q.clamp(-MOST, MOST).to(FP8)
     rest = latent, lengths, table, scale, q.shape[1] > 1, *schedule, *scales
     return _without_empty(*library.fwd_kvcache_mla_fp8(codes, cache.unsqueeze(2), *rest), lengths)
+
+
+THEIRS = {"flash_mla": flash_mla, "sgl_flash_mla": sgl_flash_mla}
 
 
 def _without_empty(out: Tensor, lse: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ is NaN or infinite in a key spoils the queries that see it; in a value, queries 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,12 @@ def mla_prefill(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sca
     _check(q, k, v, cu_q, cu_k, scale)
     if not has_kernel(q, ROPE, v.shape[2]) or not len(k):
         return _plain(q, k, v, cu_q, cu_k, scale)
-    name = _fastest(q, k, cu_q)
-    if name != OURS:
-        rows = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-        return tactics.THEIRS[name](*rows, cu_q.contiguous(), cu_k.contiguous(), scale)
-    out, lse = _outputs(q, VALUES)
-    launch(q, k[..., :NOPE], k[..., NOPE:], v, cu_q, cu_k, out, lse, scale)
-    return out, lse
+    name, parts = _fastest(q, k, cu_q), (k[..., :NOPE], k[..., NOPE:], v)
+    if name == OURS:
+        return _ours(q, *parts, cu_q, cu_k, scale)
+    rows = [x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v)]
+    theirs = functools.partial(tactics.THEIRS[name], *rows, cu_q.contiguous(), cu_k.contiguous(), scale)
+    return tactics.TABLE.attempt(name, theirs, lambda: _ours(q, *parts, cu_q, cu_k, scale))
 
 
 @torch.library.custom_op("r1_pipeline::mla_prefill_kv", mutates_args=(), device_types="cuda")
@@ -66,8 +66,14 @@ def mla_prefill_kv(
     values = kv.shape[2] - q.shape[2] + k_rope.shape[1]
     if not has_kernel(q, k_rope.shape[1], values) or not len(kv):
         return _plain(q, *reference.joined(q, kv, k_rope), cu_q, cu_k, scale)
+    return _ours(q, kv[..., :NOPE], k_rope.unsqueeze(1), kv[..., NOPE:], cu_q, cu_k, scale)
+
+
+def _ours(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The kernel's results: `rest` is `launch`'s."""
     out, lse = _outputs(q, VALUES)
-    launch(q, kv[..., :NOPE], k_rope.unsqueeze(1), kv[..., NOPE:], cu_q, cu_k, out, lse, scale)
+    *inputs, scale = rest
+    launch(q, *inputs, out, lse, scale)
     return out, lse
 
 

@@ -22,6 +22,8 @@ about 128 rows an expert on. gate and up are rounded to BF16 there on their way 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -139,12 +141,16 @@ def _experts(
         out = plain.experts(x, indices, weights, gate_up, down, first_expert)
         return out + shared.expert(x, *everyones) if everyones else out
     out = x.new_empty(x.shape)
-    if len(x):
-        added = shared.beside(x, *everyones) if everyones else None
-        matrices = (tuple(map(aligned, parts)) for parts in (gate_up, down))
-        products = None if _fastest(x, gate_up) == OURS else tactics.DEEP_GEMM
-        given = aligned(x), indices.int(), aligned(weights)
-        launch.experts(*given, *matrices, out, first_expert, added=added, products=products)
+    if not len(x):
+        return out
+    added = shared.beside(x, *everyones) if everyones else None
+    matrices = (tuple(map(aligned, parts)) for parts in (gate_up, down))
+    given = aligned(x), indices.int(), aligned(weights), *matrices, out, first_expert
+    ours = functools.partial(launch.experts, *given, added=added)
+    if (name := _fastest(x, gate_up)) == OURS:
+        ours()
+    else:
+        tactics.TABLE.attempt(name, functools.partial(ours, products=tactics.DEEP_GEMM), ours)
     return out
 
 
