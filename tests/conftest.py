@@ -1,17 +1,49 @@
-"""Fixtures that more than one test file shares: one real build for this machine, made once."""
+"""What all test files share: one real build for this machine, made once, and the seed of what a test draws at random.
+
+A run takes a fresh seed, prints it before the first test and again if one fails; the environment variable PIPELINE_TEST_SEED
+repeats it. Each test gets a seed of its own from it and the test's name, so neither the order nor the workers matter.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import random
+import secrets
 import subprocess
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SEED = "PIPELINE_TEST_SEED"
+
+
+def pytest_configure() -> None:
+    os.environ.setdefault(SEED, str(secrets.randbelow(2**32)))  # workers inherit the environment
+
+
+def pytest_report_header() -> str:
+    return f"{SEED}={os.environ[SEED]}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    if exitstatus and terminalreporter.verbosity < 0:  # which hides the header
+        terminalreporter.write_line(f"{SEED}={os.environ[SEED]} draws the same numbers again")
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """Seeds what draws random numbers without a seed of its own, as far as it is imported."""
+    seed = zlib.crc32(f"{os.environ[SEED]} {request.node.nodeid}".encode())
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
 
 
 @dataclass(frozen=True)
