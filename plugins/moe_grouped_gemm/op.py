@@ -1,14 +1,13 @@
 """R1's routed experts on one rank as torch ops: CUDA runs the kernels, CPU plain torch, shapes are known to `torch.export`.
 
-    out = torch.ops.r1_pipeline.moe_fp8_block(x, indices, weights, gate_up, gate_up_scale, down, down_scale, first_expert)
+    out = torch.ops.r1_pipeline.moe_fp8_block(x, indices, weights, gate_up, gate_up_scale, down, down_scale, first_expert,
+                                              shared_gate_up, shared_down)
     out = torch.ops.r1_pipeline.moe_w4a16_nvfp4(x, indices, weights, gate_up, gate_up_scale, gate_up_scale_2,
-                                                down, down_scale, down_scale_2, first_expert)
-    out = torch.ops.r1_pipeline.moe_fp8_block_shared(..., down_scale, shared_gate_up, shared_down, first_expert)
-    out = torch.ops.r1_pipeline.moe_w4a16_nvfp4_shared(..., down_scale_2, shared_gate_up, shared_down, first_expert)
+                                                down, down_scale, down_scale_2, first_expert, shared_gate_up, shared_down)
 
 x BF16 [T, H], indices I32 or I64 [T, K], weights F32 [T, K] -> BF16 [T, H]. The E experts here are numbers first_expert
-and on; others add nothing (with expert parallelism the caller adds the ranks' results). Gate rows lie above up rows. The last two
-add a shared expert, BF16 [2S, H] and [H, S], in BF16 as eager torch would; on the GPU it runs on a stream of its own meanwhile.
+and on; others add nothing (with expert parallelism the caller adds the ranks' results). Gate rows lie above up rows. A shared
+expert may be added, BF16 [2S, H] and [H, S], in BF16 as eager torch would; on the GPU it runs on a stream of its own meanwhile.
 
     FP8 block   gate_up E4M3 [E, 2I, H], down E4M3 [E, H, I]; scales F32 [E, rows/128, columns/128]
     NVFP4       gate_up U8 [E, 2I, H/2], down U8 [E, H, I/2]; scales E4M3 [E, rows, columns/16], scales_2 F32 [E]
@@ -34,7 +33,7 @@ from plugins.nvrtc import aligned
 from plugins.quantize.reference import FP8, FP8_GROUP, NVFP4_GROUP
 from plugins.tactics import OURS
 
-__all__ = ["moe_fp8_block", "moe_fp8_block_shared", "moe_permute", "moe_w4a16_nvfp4", "moe_w4a16_nvfp4_shared"]
+__all__ = ["moe_fp8_block", "moe_permute", "moe_w4a16_nvfp4"]
 
 WHOLE = torch.int32, torch.int64
 """Types of indices."""
@@ -62,9 +61,12 @@ def moe_fp8_block(
     down: Tensor,
     down_scale: Tensor,
     first_expert: int = 0,
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
 ) -> Tensor:
     """-> BF16 [T, H]"""
-    return _experts(x, indices, weights, (gate_up, gate_up_scale), (down, down_scale), first_expert)
+    matrices = (gate_up, gate_up_scale), (down, down_scale)
+    return _experts(x, indices, weights, *matrices, first_expert, shared_gate_up, shared_down)
 
 
 @torch.library.custom_op("r1_pipeline::moe_w4a16_nvfp4", mutates_args=())
@@ -79,48 +81,12 @@ def moe_w4a16_nvfp4(
     down_scale: Tensor,
     down_scale_2: Tensor,
     first_expert: int = 0,
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
 ) -> Tensor:
     """-> BF16 [T, H]"""
     matrices = (gate_up, gate_up_scale, gate_up_scale_2), (down, down_scale, down_scale_2)
-    return _experts(x, indices, weights, *matrices, first_expert)
-
-
-@torch.library.custom_op("r1_pipeline::moe_fp8_block_shared", mutates_args=())
-def moe_fp8_block_shared(
-    x: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    shared_gate_up: Tensor,
-    shared_down: Tensor,
-    first_expert: int = 0,
-) -> Tensor:
-    """-> BF16 [T, H]"""
-    everyones = shared_gate_up, shared_down
-    return _experts(x, indices, weights, (gate_up, gate_up_scale), (down, down_scale), first_expert, everyones)
-
-
-@torch.library.custom_op("r1_pipeline::moe_w4a16_nvfp4_shared", mutates_args=())
-def moe_w4a16_nvfp4_shared(
-    x: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_scale_2: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    down_scale_2: Tensor,
-    shared_gate_up: Tensor,
-    shared_down: Tensor,
-    first_expert: int = 0,
-) -> Tensor:
-    """-> BF16 [T, H]"""
-    matrices = (gate_up, gate_up_scale, gate_up_scale_2), (down, down_scale, down_scale_2)
-    return _experts(x, indices, weights, *matrices, first_expert, (shared_gate_up, shared_down))
+    return _experts(x, indices, weights, *matrices, first_expert, shared_gate_up, shared_down)
 
 
 def _experts(
@@ -130,13 +96,12 @@ def _experts(
     gate_up: Weights,
     down: Weights,
     first_expert: int,
-    everyones: tuple[Tensor, Tensor] | None = None,
+    shared_gate_up: Tensor | None,
+    shared_down: Tensor | None,
 ) -> Tensor:
-    """`everyones`: the shared expert's weights."""
     _check_routes(x, indices, weights)
     (_check_nvfp4 if len(gate_up) == 3 else _check_fp8)(x, *gate_up, *down)
-    if everyones:
-        _check_shared(x, *everyones)
+    everyones = _checked_shared(x, shared_gate_up, shared_down)
     if not launch.has_kernel(x, gate_up, indices.shape[1]):
         out = plain.experts(x, indices, weights, gate_up, down, first_expert)
         return out + shared.expert(x, *everyones) if everyones else out
@@ -166,7 +131,7 @@ def _(indices: Tensor, experts: int, first_expert: int = 0) -> tuple[Tensor, Ten
     return tuple(indices.new_empty((size,), dtype=torch.int32) for size in (experts + 1, count, count))
 
 
-for _op in (moe_fp8_block, moe_w4a16_nvfp4, moe_fp8_block_shared, moe_w4a16_nvfp4_shared):
+for _op in (moe_fp8_block, moe_w4a16_nvfp4):
     _op.register_fake(lambda x, *_: x.new_empty(x.shape))
 
 
@@ -206,11 +171,17 @@ def _check_nvfp4(
     _check_scales("down_scale_2", down_scale_2, torch.float32, (experts,))
 
 
-def _check_shared(x: Tensor, gate_up: Tensor, down: Tensor) -> None:
+def _checked_shared(x: Tensor, gate_up: Tensor | None, down: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """The shared expert's weights, if there are any."""
+    if gate_up is None and down is None:
+        return None
+    if gate_up is None or down is None:
+        raise ConfigError("The shared expert has one of two weights: give shared_gate_up and shared_down, or neither.")
     fits = gate_up.dim() == down.dim() == 2 and gate_up.shape == (2 * down.shape[1], x.shape[1]) and len(down) == x.shape[1]
     if not fits or {gate_up.dtype, down.dtype} != {torch.bfloat16}:
         found = f"The shared expert is {gate_up.dtype} {list(gate_up.shape)} and {down.dtype} {list(down.shape)}"
         raise ConfigError(f"{found}: it must be bfloat16 [2S, H] and [H, S] with H = {x.shape[1]}.")
+    return gate_up, down
 
 
 def _sizes(x: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, packed: int) -> tuple[int, int, int]:

@@ -52,7 +52,6 @@ FORMS = {
 }
 
 
-WITH_SHARED = {"fp8": OPS.moe_fp8_block_shared, "nvfp4": OPS.moe_w4a16_nvfp4_shared}
 
 
 def by_hand(compute: Callable[..., torch.Tensor], inputs: list[torch.Tensor], first: int = 0) -> torch.Tensor:
@@ -137,21 +136,21 @@ def test_tiles_of_every_size_vs_reference(form: str, tokens: int, hidden: int, w
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_captured_step_takes_new_routes(form: str, shared: bool) -> None:
-    call, make, _ = (WITH_SHARED[form], *FORMS[form][1:]) if shared else FORMS[form]
+    call, make, _ = FORMS[form]
     with torch.device("cuda"):
-        matrices = [*make(6, 256, 512), *(shared_weights(384, 512) if shared else ())]
+        matrices = [*make(6, 256, 512), 3, *(shared_weights(384, 512) if shared else ())]
         steps = [(torch.randn(33, 512).bfloat16(), *routes(33, 4, 12)) for _ in range(3)]
     given = [tensor.clone() for tensor in steps[0]]
-    call(*given, *matrices, 3)
+    call(*given, *matrices)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = call(*given, *matrices, 3)
+        out = call(*given, *matrices)
     for step in steps:
         for place, tensor in zip(given, step, strict=True):
             place.copy_(tensor)
         out.fill_(torch.nan)
         graph.replay()
-        assert torch.equal(out, call(*step, *matrices, 3))  # the same bits, whatever order the pairs came in
+        assert torch.equal(out, call(*step, *matrices))  # the same bits, whatever order the pairs came in
 
 
 @pytest.mark.skipif(not HAS_WGMMA or not importlib.util.find_spec("deep_gemm"), reason="no GPU of sm_90, or no DeepGEMM, here")
@@ -199,7 +198,7 @@ def test_shared_expert_beside_the_routed_is_their_sum(form: str, device: str) ->
         inputs, more = [tensor.to(device) for tensor in inputs], [tensor.to(device) for tensor in shared_weights(192, hidden)]
         gate, up = torch.nn.functional.linear(inputs[0], more[0]).chunk(2, dim=-1)
         wanted = call(*inputs, 1) + torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, more[1])
-        found = WITH_SHARED[form](*inputs, *more, 1)
+        found = call(*inputs, 1, *more)
         assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
 
 
@@ -312,7 +311,7 @@ def test_ops_are_known_to_export() -> None:
         unit = FORMS[form][2]
         inputs = torch.randn(3, unit).bfloat16(), indices, weights, *FORMS[form][1](4, unit, unit)
         torch.library.opcheck(call, (*inputs, 0), test_utils=checks)
-        torch.library.opcheck(WITH_SHARED[form], (*inputs, *shared_weights(64, unit), 0), test_utils=checks)
+        torch.library.opcheck(call, (*inputs, 0, *shared_weights(64, unit)), test_utils=checks)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -329,6 +328,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"indices are torch\.float32"):
         op.moe_permute(weights, 4)
     with pytest.raises(ConfigError, match=r"shared expert is .*\[2S, H\] and \[H, S\] with H = 256"):
-        op.moe_fp8_block_shared(x, indices, weights, *matrices, *shared_weights(64, 128))
+        op.moe_fp8_block(x, indices, weights, *matrices, 0, *shared_weights(64, 128))
+    with pytest.raises(ConfigError, match=r"one of two weights: give shared_gate_up and shared_down"):
+        op.moe_fp8_block(x, indices, weights, *matrices, 0, shared_weights(64, 256)[0])
     with pytest.raises(ConfigError, match="multiples of it"):
         op.moe_w4a16_nvfp4(torch.randn(3, 24).bfloat16(), indices, weights, *nvfp4_weights(4, 16, 24))

@@ -61,13 +61,13 @@ def constant(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 def fp8_experts(moe: Moe, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """`Moe.mixed` by FP8 products, the shared expert beside them."""
     matrices = moe.gate_up.weight, moe.gate_up.weight_scale_inv, moe.down.weight, moe.down.weight_scale_inv
-    return torch.ops.r1_pipeline.moe_fp8_block_shared(x, indices, weights, *matrices, *shared(moe))
+    return torch.ops.r1_pipeline.moe_fp8_block(x, indices, weights, *matrices, 0, *shared(moe))
 
 
 def nvfp4_experts(moe: Moe, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """`Moe.mixed` by products of BF16 activations with NVFP4 weights, the shared expert beside them."""
     matrices = (getattr(weight, f"weight{part}") for weight in (moe.gate_up, moe.down) for part in ("", "_scale", "_scale_2"))
-    return torch.ops.r1_pipeline.moe_w4a16_nvfp4_shared(x, indices, weights, *matrices, *shared(moe))
+    return torch.ops.r1_pipeline.moe_w4a16_nvfp4(x, indices, weights, *matrices, 0, *shared(moe))
 
 
 def shared(moe: Moe) -> tuple[Tensor, Tensor]:
