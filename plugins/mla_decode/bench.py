@@ -1,4 +1,4 @@
-"""Latent attention of R1's 128 heads beside FlashMLA and flashinfer."""
+"""Latent attention of R1's 128 heads, and of the 16 that are a rank's of eight, beside FlashMLA and flashinfer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from plugins.mla_decode import op, reference, tactics
 __all__ = ["rows"]
 
 HEADS, PAGE, SCALE = 128, 64, 192**-0.5
+FEW_HEADS = 16
 FP8 = "sgl multiplies in FP8, queries and weights rounded, by a plan made before and not counted; ours expands codes to FP16"
 FEW = "a pair of blocks is a CTA's least, and a second kernel joins float32 parts; plans made before, once a step, are not counted"
 MANY = "128 of 132 multiprocessors work: theirs cut sequences to fill all, by a plan made before, once a step, and not counted"
+QUARTER = "16 heads fill a quarter of a tile's rows; plans made before, once a step, are not counted"
 MOST_FEW = 64
 """Sequences; from here on their tiles are a wave of CTAs."""
 SHAPES = (
@@ -26,18 +28,20 @@ SHAPES = (
     (256, 2048),
     *((batch, 16384) for batch in (1, 16)),
 )
+FEW_HEADS_SHAPES = (16, 1024), (1, 4096), (64, 4096)
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     """One query a sequence, all of one length, the pages of the cache in random order."""
     for fp8 in (False, True):
-        for batch, length in SHAPES:
-            yield _row(bench, batch, length, fp8)
+        for heads, shapes in ((HEADS, SHAPES), (FEW_HEADS, FEW_HEADS_SHAPES)):
+            for batch, length in shapes:
+                yield _row(bench, heads, batch, length, fp8)
 
 
-def _row(bench: Bench, batch: int, length: int, fp8: bool) -> dict[str, Any]:
+def _row(bench: Bench, heads: int, batch: int, length: int, fp8: bool) -> dict[str, Any]:
     pages = length // PAGE
-    q = torch.randn(batch, 1, HEADS, op.DIM, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(batch, 1, heads, op.DIM, device="cuda", dtype=torch.bfloat16)
     cache = torch.randn(batch * pages, PAGE, op.DIM, device="cuda", dtype=torch.bfloat16)
     cache = cache.to(op.FP8) if fp8 else cache
     table = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
@@ -51,10 +55,10 @@ def _row(bench: Bench, batch: int, length: int, fp8: bool) -> dict[str, Any]:
         weights = (q[:, 0] @ rows.transpose(1, 2) * SCALE).softmax(-1)
         return weights @ rows[..., : op.LATENT]
 
-    flops = 2 * batch * HEADS * length * (op.DIM + op.LATENT)
+    flops = 2 * batch * heads * length * (op.DIM + op.LATENT)
     row = bench.row(
         "mla_decode",
-        {"batch": batch, "tokens": batch, "length": length, "cache": "fp8" if fp8 else "bf16"},
+        {"heads": heads, "batch": batch, "tokens": batch, "length": length, "cache": "fp8" if fp8 else "bf16"},
         lambda overlap: op.launch(q, cache, table, lengths, out, lse, SCALE, overlap=overlap),
         error=lambda: relative(out[few], wanted),
         eager=eager,
@@ -64,7 +68,7 @@ def _row(bench: Bench, batch: int, length: int, fp8: bool) -> dict[str, Any]:
         flops=flops,
         calls=10,
         turns=3,
-        why=FP8 if fp8 else FEW if batch < MOST_FEW else MANY,
+        why=QUARTER if heads < HEADS else FP8 if fp8 else FEW if batch < MOST_FEW else MANY,
     )
     return row | {"tflop_per_s": round(flops / row["ours_us"] / 1e6)}
 
@@ -100,7 +104,7 @@ def _sgl_planned(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> Ca
     def call() -> Tensor:
         library = torch.ops.sgl_kernel
         if not state:
-            schedule = library.get_mla_decoding_metadata_dense_fp8(lengths, q.shape[1] * HEADS, 1)
+            schedule = library.get_mla_decoding_metadata_dense_fp8(lengths, q.shape[1] * q.shape[2], 1)
             state.extend((q.to(op.FP8), *schedule, *(torch.ones(1, device="cuda") for _ in range(2))))
         codes, *rest = state
         return library.fwd_kvcache_mla_fp8(codes, cache.unsqueeze(2), op.LATENT, lengths, table, SCALE, False, *rest)[0]
@@ -119,7 +123,7 @@ def _flashinfer(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> Cal
             space = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
             wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(space, backend="fa3")
             begins = torch.arange(len(q) + 1, dtype=torch.int32, device="cuda")
-            sizes = HEADS, latent, op.DIM - latent, PAGE, False, SCALE, torch.bfloat16, torch.bfloat16
+            sizes = q.shape[2], latent, op.DIM - latent, PAGE, False, SCALE, torch.bfloat16, torch.bfloat16
             wrapper.plan(begins, begins * table.shape[1], table.flatten(), lengths, *sizes)
             parts = q[:, 0, :, :latent], q[:, 0, :, latent:], cache[..., :latent], cache[..., latent:]
             state.extend((wrapper, [part.contiguous() for part in parts]))

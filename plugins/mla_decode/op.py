@@ -120,7 +120,7 @@ def _fastest(q: Tensor, cache: Tensor, table: Tensor, kv_scale: float) -> str:
     if page != tactics.PAGE or not table.shape[1] or (not fp8 and kv_scale != 1):  # FlashMLA cannot be told of a scale
         return OURS
     same = torch.cuda.get_device_name(q.device), "fp8" if fp8 else "bf16"
-    sizes = q.shape[0] * q.shape[1], table.shape[1] * page
+    sizes = q.shape[2], q.shape[0] * q.shape[1], table.shape[1] * page
     return tactics.TABLE.choose(same, sizes, tactics.present(fp8))
 
 

@@ -24,9 +24,9 @@ from plugins.tactics import OURS, Table, importable, ours_alone, takes
 
 __all__ = ["COMBINE", "TABLE", "THEIRS", "flash_mla", "present", "sgl_flash_mla"]
 
-TABLE = Table(
-    Path(__file__).with_name("tactics.json"), "mla_decode", ("device", "cache"), ("batch", "length"), ("flash_mla", "sgl_flash_mla")
-)
+SIZES = "heads", "batch", "length"
+NAMES = "flash_mla", "sgl_flash_mla"
+TABLE = Table(Path(__file__).with_name("tactics.json"), "mla_decode", ("device", "cache"), SIZES, NAMES)
 COMBINE = Source(Path(__file__).with_name("combine.cu"))
 THREADS = 128
 PAGE = 64

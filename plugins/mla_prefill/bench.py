@@ -1,4 +1,4 @@
-"""Attention of R1's 128 heads over prompts and chunks of them, beside FlashAttention-3, cuDNN and flashinfer."""
+"""Attention of R1's 128 heads, and of 16 of them, over prompts and chunks, beside FlashAttention-3, cuDNN and flashinfer."""
 
 from __future__ import annotations
 
@@ -23,24 +23,29 @@ SHAPES = (
     (16, 128, 128),
 )
 """Sequences, and the queries and keys of each."""
+FEW_HEADS = 16
+"""A rank's of eight."""
+FEW_HEADS_SHAPES = (1, 512, 512), (1, 4096, 4096), (1, 512, 4096)
 MOST_JOINED = 4096
 """Keys on kv_b's product."""
-FEW_HEADS = 2
-"""Compared with the reference."""
+COMPARED = 2
+"""Heads that are compared with the reference."""
 MUCH = 10**11
 """Floating point operations from which on fewer calls are enough."""
 CHUNKS = "made for kv_b's product, of which heads share the rope (mla_prefill_kv); flashinfer's plan, made before, is not counted"
 SHORT = "4 of a launch's 10 us pass before the first keys are there; flashinfer's plan, made on the host before, is not counted"
+FEW = "no sequence is split: few heads of few queries are few CTAs; flashinfer's plan, made before, is not counted"
 LONG = "flashinfer's plan, made on the host before, is not counted; of long ones power limits the clock: runs differ by 3 %"
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     """Sequences of one length: on keys and values (`mla_prefill`), and on kv_b's product as it is (`mla_prefill_kv`)."""
-    for shape in SHAPES:
-        case = Case(*shape)
-        yield case.on_keys_and_values(bench)
-        if shape[2] <= MOST_JOINED:
-            yield case.on_the_product(bench)
+    for heads, shapes in ((HEADS, SHAPES), (FEW_HEADS, FEW_HEADS_SHAPES)):
+        for shape in shapes:
+            case = Case(heads, *shape)
+            yield case.on_keys_and_values(bench)
+            if shape[2] <= MOST_JOINED:
+                yield case.on_the_product(bench)
 
 
 def work(tokens: int, context: int, heads: int = HEADS) -> int:
@@ -52,16 +57,16 @@ def work(tokens: int, context: int, heads: int = HEADS) -> int:
 class Case:
     """`batch` sequences' random queries, and keys and values in both forms."""
 
-    def __init__(self, batch: int, tokens: int, context: int) -> None:
-        self.shape = {"batch": batch, "tokens": tokens, "context": context}
-        self.q = torch.randn(batch * tokens, HEADS, op.NOPE + op.ROPE, device="cuda", dtype=torch.bfloat16)
-        self.kv = torch.randn(batch * context, HEADS, op.NOPE + op.VALUES, device="cuda", dtype=torch.bfloat16)
+    def __init__(self, heads: int, batch: int, tokens: int, context: int) -> None:
+        self.shape = {"heads": heads, "batch": batch, "tokens": tokens, "context": context}
+        self.q = torch.randn(batch * tokens, heads, op.NOPE + op.ROPE, device="cuda", dtype=torch.bfloat16)
+        self.kv = torch.randn(batch * context, heads, op.NOPE + op.VALUES, device="cuda", dtype=torch.bfloat16)
         self.k_rope = torch.randn(batch * context, op.ROPE, device="cuda", dtype=torch.bfloat16)
         ends = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
         self.rest = ends * tokens, ends * context, SCALE
-        self.out = self.q.new_full((len(self.q), HEADS, op.VALUES), torch.nan)
-        self.lse = self.q.new_empty((HEADS, len(self.q)), dtype=torch.float32)
-        self.first = slice(0, tokens), slice(0, FEW_HEADS)
+        self.out = self.q.new_full((len(self.q), heads, op.VALUES), torch.nan)
+        self.lse = self.q.new_empty((heads, len(self.q)), dtype=torch.float32)
+        self.first = slice(0, tokens), slice(0, COMPARED)
         k, v = (x[:context, self.first[1]] for x in self.joined())
         self.wanted, _ = reference.mla_prefill(self.q[self.first], k, v, *(x[:2] for x in self.rest[:2]), SCALE)
 
@@ -71,7 +76,7 @@ class Case:
 
     def on_keys_and_values(self, bench: Bench) -> dict[str, Any]:
         """Their row."""
-        batch, tokens, context = self.shape.values()
+        _, batch, tokens, context = self.shape.values()
         k, v = (x.contiguous() for x in self.joined())
         inputs = self.q, k, v, batch
         peers = _peers((self.q, k, v, *self.rest), batch == 1 and tokens == context)
@@ -99,7 +104,7 @@ class Case:
         read: tuple[Tensor, ...],
         fused: Call | None = None,
     ) -> dict[str, Any]:
-        flops = self.shape["batch"] * work(self.shape["tokens"], self.shape["context"])
+        flops = self.shape["batch"] * work(self.shape["tokens"], self.shape["context"], self.shape["heads"])
         row = bench.row(
             plugin,
             self.shape,
@@ -118,8 +123,10 @@ class Case:
         return row | {"tflop_per_s": round(flops / row["ours_us"] / 1e6)}
 
 
-def _why(batch: int, tokens: int, context: int) -> str:
+def _why(heads: int, batch: int, tokens: int, context: int) -> str:
     """Ours loses, where it does."""
+    if heads < HEADS:
+        return FEW
     if tokens < context:
         return CHUNKS
     return SHORT if tokens <= op.ROWS else LONG
@@ -148,7 +155,7 @@ def _flashinfer(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sca
             space = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
             wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(space, "NHD", backend="fa3")
             kinds = {"causal": True, "sm_scale": scale, "q_data_type": q.dtype, "kv_data_type": k.dtype}
-            wrapper.plan(cu_q, cu_k, HEADS, HEADS, q.shape[2], head_dim_vo=v.shape[2], **kinds)
+            wrapper.plan(cu_q, cu_k, q.shape[1], q.shape[1], q.shape[2], head_dim_vo=v.shape[2], **kinds)
             state.append(wrapper)
         return state[0].run(q, k, v)
 

@@ -116,7 +116,7 @@ def has_kernel(q: Tensor, rope: int, values: int) -> bool:
 def _fastest(q: Tensor, k: Tensor, cu_q: Tensor) -> str:
     """Of the implementations that take these shapes, the measured choice."""
     batch = max(1, len(cu_q) - 1)
-    sizes = batch, max(1, len(q) // batch), max(1, len(k) // batch)
+    sizes = q.shape[1], batch, max(1, len(q) // batch), max(1, len(k) // batch)
     names = tactics.present(alone=len(cu_q) == 2 and len(q) == len(k) and len(q) % ROWS == 0)
     return tactics.TABLE.choose((torch.cuda.get_device_name(q.device),), sizes, names)
 

@@ -16,9 +16,8 @@ from plugins.tactics import OURS, Table, ours_alone, takes
 
 __all__ = ["TABLE", "THEIRS", "cudnn", "fa3", "present"]
 
-TABLE = Table(
-    Path(__file__).with_name("tactics.json"), "mla_prefill", ("device",), ("batch", "tokens", "context"), ("fa3", "cudnn")
-)
+SIZES = "heads", "batch", "tokens", "context"
+TABLE = Table(Path(__file__).with_name("tactics.json"), "mla_prefill", ("device",), SIZES, ("fa3", "cudnn"))
 FA3_ARGUMENTS = 37
 
 

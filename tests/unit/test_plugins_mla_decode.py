@@ -180,7 +180,7 @@ def test_the_tactic_file_decides_for_both_caches() -> None:
         rows = [row for row in tactics.TABLE.rows if (row["device"], row["cache"]) == ("NVIDIA H200", cache)]
         assert any(peer in row["us"] for row in rows)
         for row in rows:
-            same, sizes = (row["device"], cache), (row["batch"], row["length"])
+            same, sizes = (row["device"], cache), tuple(row[key] for key in tactics.TABLE.sizes)
             assert row["us"][tactics.TABLE.choose(same, sizes, ("ours", peer))] == min(row["us"].values())
             assert tactics.TABLE.choose(same, sizes, ("ours",)) == "ours"
 
