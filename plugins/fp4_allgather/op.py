@@ -180,6 +180,7 @@ def _padded(rows: Tensor, count: int) -> Tensor:
 def _needed(input_scale: Tensor | None) -> Tensor:
     if input_scale is None:
         raise ConfigError("NVFP4 needs an input_scale: the tensor's calibrated amax / 2688, the same on all ranks.")
+    op.check_whole(input_scale)
     return input_scale
 
 

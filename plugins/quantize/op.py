@@ -20,7 +20,7 @@ from plugins.nvrtc import Source, aligned
 from plugins.quantize import reference
 from plugins.quantize.reference import FP8, FP8_GROUP, NVFP4_GROUP
 
-__all__ = ["fp8_dequantize", "fp8_quantize", "nvfp4_dequantize", "nvfp4_quantize", "tile_nvfp4_scales"]
+__all__ = ["check_whole", "fp8_dequantize", "fp8_quantize", "nvfp4_dequantize", "nvfp4_quantize", "tile_nvfp4_scales"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"))
 PIECE, WORD, THREADS = 8, 4, 256
@@ -46,6 +46,7 @@ def fp8_quantize(x: Tensor, column_major: bool = False) -> tuple[Tensor, Tensor]
 def fp8_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """codes E4M3 [N, K], scales F32 [N, K/128] -> BF16 [N, K]"""
     _check(codes, FP8, FP8_GROUP)
+    _check_scales(scales, torch.float32, codes.shape[0], codes.shape[1] // FP8_GROUP)
     out = codes.new_empty(codes.shape, dtype=torch.bfloat16)
     codes, scales = _rows(codes, PIECE), _rows(scales, 1)
     strides = codes.stride(0) // PIECE, scales.stride(0)
@@ -57,6 +58,7 @@ def fp8_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 def nvfp4_quantize(x: Tensor, input_scale: Tensor, tiled: bool = False) -> tuple[Tensor, Tensor]:
     """x BF16 [N, K], input_scale F32 [1] -> codes U8 [N, K/2], scales E4M3 [N, K/16] or tiled"""
     _check(x, torch.bfloat16, NVFP4_COLUMNS)
+    check_whole(input_scale)
     out = _nvfp4_outputs(x, tiled)
     launch_nvfp4(aligned(x), input_scale, *out, tiled)
     return out
@@ -65,7 +67,7 @@ def nvfp4_quantize(x: Tensor, input_scale: Tensor, tiled: bool = False) -> tuple
 @torch.library.custom_op("r1_pipeline::nvfp4_dequantize", mutates_args=(), device_types="cuda")
 def nvfp4_dequantize(codes: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
     """codes U8 [N, K/2], scales E4M3 [N, K/16], scale_2 F32 [1] -> BF16 [N, K]"""
-    _check(codes, torch.uint8, NVFP4_COLUMNS // 2)
+    _check_nvfp4(codes, scales, scale_2)
     out = codes.new_empty((codes.shape[0], codes.shape[1] * 2), dtype=torch.bfloat16)
     codes, scales = _rows(codes, WORD), _rows(scales, 1)
     strides = codes.stride(0) // WORD, scales.stride(0)
@@ -108,7 +110,7 @@ def _(x: Tensor, column_major: bool = False) -> tuple[Tensor, Tensor]:
 
 @fp8_dequantize.register_fake
 def _(codes: Tensor, scales: Tensor) -> Tensor:
-    return torch.empty_like(codes, dtype=torch.bfloat16)
+    return codes.new_empty(codes.shape, dtype=torch.bfloat16)
 
 
 @nvfp4_quantize.register_fake
@@ -138,19 +140,21 @@ def _(x: Tensor, column_major: bool = False) -> tuple[Tensor, Tensor]:
 @fp8_dequantize.register_kernel("cpu")
 def _(codes: Tensor, scales: Tensor) -> Tensor:
     _check(codes, FP8, FP8_GROUP)
-    return reference.fp8_dequantize(codes, scales)
+    _check_scales(scales, torch.float32, codes.shape[0], codes.shape[1] // FP8_GROUP)
+    return reference.fp8_dequantize(codes, scales).contiguous()
 
 
 @nvfp4_quantize.register_kernel("cpu")
 def _(x: Tensor, input_scale: Tensor, tiled: bool = False) -> tuple[Tensor, Tensor]:
     _check(x, torch.bfloat16, NVFP4_COLUMNS)
+    check_whole(input_scale)
     codes, scales = reference.nvfp4_quantize(x, input_scale)
     return codes, reference.tile_scales(scales) if tiled else scales
 
 
 @nvfp4_dequantize.register_kernel("cpu")
 def _(codes: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
-    _check(codes, torch.uint8, NVFP4_COLUMNS // 2)
+    _check_nvfp4(codes, scales, scale_2)
     return reference.nvfp4_dequantize(codes, scales, scale_2)
 
 
@@ -183,6 +187,23 @@ def _check(x: Tensor, dtype: torch.dtype, columns: int) -> None:
         raise ConfigError(f"{x.dtype} {list(x.shape)} cannot be taken: it must be {dtype} [N, C] with C a multiple of {columns}.")
     if x.numel() >= MAX_ELEMENTS:
         raise ConfigError(f"{x.numel()} elements in one call are too many: the kernels take fewer than {MAX_ELEMENTS}.")
+
+
+def _check_nvfp4(codes: Tensor, scales: Tensor, scale_2: Tensor) -> None:
+    _check(codes, torch.uint8, NVFP4_COLUMNS // 2)
+    _check_scales(scales, FP8, codes.shape[0], 2 * codes.shape[1] // NVFP4_GROUP)
+    check_whole(scale_2)
+
+
+def _check_scales(scales: Tensor, dtype: torch.dtype, rows: int, groups: int) -> None:
+    if scales.dtype != dtype or scales.shape != (rows, groups):
+        raise ConfigError(f"scales are {scales.dtype} {list(scales.shape)}: they must be {dtype} [{rows}, {groups}] here.")
+
+
+def check_whole(scale: Tensor) -> None:
+    """ConfigError unless this is one float32, a tensor's scale: kernels would take any bytes for one."""
+    if scale.dtype != torch.float32 or scale.numel() != 1:
+        raise ConfigError(f"The tensor's scale is {scale.dtype} {list(scale.shape)}: it must be float32 [1].")
 
 
 def _fp8_outputs(x: Tensor, column_major: bool) -> tuple[Tensor, Tensor]:

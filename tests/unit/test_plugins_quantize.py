@@ -156,3 +156,31 @@ def test_what_kernels_cannot_take_is_refused() -> None:
         op.fp8_quantize(torch.zeros(2, 96).bfloat16())
     with pytest.raises(ConfigError, match=r"must be torch\.bfloat16"):
         op.nvfp4_quantize(torch.zeros(2, 64), torch.ones(1))
+    codes, scales = reference.fp8_quantize(torch.zeros(2, 256).bfloat16())
+    with pytest.raises(ConfigError, match=r"float32 \[2, 2\]"):
+        op.fp8_dequantize(codes, scales.bfloat16())
+    with pytest.raises(ConfigError, match=r"float32 \[2, 2\]"):
+        op.fp8_dequantize(codes, scales[:1])
+    one, small = torch.ones(1), torch.zeros(2, 64).bfloat16()
+    codes, scales = reference.nvfp4_quantize(small, one)
+    for scale in (one.double(), one.bfloat16(), torch.ones(2)):
+        with pytest.raises(ConfigError, match=r"float32 \[1\]"):
+            op.nvfp4_quantize(small, scale)
+        with pytest.raises(ConfigError, match=r"float32 \[1\]"):
+            op.nvfp4_dequantize(codes, scales, scale)
+    with pytest.raises(ConfigError, match=r"float8_e4m3fn \[2, 4\]"):
+        op.nvfp4_dequantize(codes, scales.float(), one)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_lie_as_export_is_told_whatever_the_input_s_strides(device: str) -> None:
+    """A compiled engine reads results by the strides that shapes alone gave."""
+    x = inputs("random", (256, 128)).t()
+    codes, scales = reference.fp8_quantize(x.contiguous())
+    turned = codes.view(torch.uint8).t().contiguous().t().view(torch.float8_e4m3fn)
+    fake = op.fp8_dequantize(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (turned, scales)))
+    found = op.fp8_dequantize(turned.to(device), scales.to(device))
+    assert turned.stride(0) == 1 and found.stride() == fake.stride() == (256, 1)
+    same(found, reference.fp8_dequantize(codes, scales))
+    for given in (x.to(device), x.to(device).contiguous()):
+        assert all(each.is_contiguous() for each in op.fp8_quantize(given))
