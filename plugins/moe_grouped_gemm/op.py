@@ -37,6 +37,7 @@ __all__ = ["moe_fp8_block", "moe_permute", "moe_w4a16_nvfp4"]
 
 WHOLE = torch.int32, torch.int64
 """Types of indices."""
+LEAST, MOST = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
 
 
 @torch.library.custom_op("r1_pipeline::moe_permute", mutates_args=())
@@ -48,7 +49,7 @@ def moe_permute(indices: Tensor, experts: int, first_expert: int = 0) -> tuple[T
     if not indices.is_cuda or not 0 < experts <= launch.PERMUTE_THREADS or not indices.numel():
         return plain.permute(indices, experts, first_expert)
     with torch.cuda.device(indices.device):
-        return launch.permute(indices.int(), experts, first_expert, launch.MOST_ROWS)[:3]
+        return launch.permute(_narrow(indices), experts, first_expert, launch.MOST_ROWS)[:3]
 
 
 @torch.library.custom_op("r1_pipeline::moe_fp8_block", mutates_args=())
@@ -110,13 +111,18 @@ def _experts(
         return out
     added = shared.beside(x, *everyones) if everyones else None
     matrices = (tuple(map(aligned, parts)) for parts in (gate_up, down))
-    given = aligned(x), indices.int(), aligned(weights), *matrices, out, first_expert
+    given = aligned(x), _narrow(indices), aligned(weights), *matrices, out, first_expert
     ours = functools.partial(launch.experts, *given, added=added)
     if (name := _fastest(x, gate_up)) == OURS:
         ours()
     else:
         tactics.TABLE.attempt(name, functools.partial(ours, products=tactics.DEEP_GEMM), ours)
     return out
+
+
+def _narrow(indices: Tensor) -> Tensor:
+    """Indices as I32; numbers that it cannot hold become its last ones, which are no expert's, instead of others."""
+    return indices if indices.dtype == torch.int32 else indices.clamp(LEAST, MOST).int()
 
 
 def _fastest(x: Tensor, gate_up: Weights) -> str:

@@ -215,6 +215,16 @@ def test_permutation_groups_pairs_by_expert(device: str) -> None:
         assert (pairs[int(offsets[-1]) :] == -1).all() and len(pairs) == len(slots) == tokens * chosen
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", [0, 2])
+def test_numbers_beyond_32_bits_are_no_expert_s(first: int, device: str) -> None:
+    """Cut to 32 bits, all but the last of these would be numbers of experts here."""
+    wild = torch.tensor([[2**32, 2**32 + 3], [-(2**32) + 2, 3 - 2**40], [2**31, first]], device=device)
+    for indices in (wild, op._narrow(wild)):
+        assert (OPS.moe_permute(indices, 4, first)[2] >= 0).tolist() == [False] * 5 + [True]
+    assert op._narrow(narrow := wild.int()) is narrow  # without a launch
+
+
 SIGNATURES = {
     "moe_permute": "const int*, int*, int*, int*, int4*, int*, int, int, int, int, int, int",
     "moe_gather_fp8": "const uint4*, const int*, const int4*, uint2*, float*, int",
