@@ -44,7 +44,7 @@ def mla_decode(
     q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, kv_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """-> out BF16 [B, T, A, latent], lse F32 [B, T, A]"""
-    _check(q, cache, table, lengths, latent)
+    _check(q, cache, table, lengths, scale, latent, kv_scale)
     if not q.numel() or not has_kernel(q, cache, latent):
         return _plain(q, cache, table, lengths, scale, latent, kv_scale)
     q, cache, table, lengths = (aligned(tensor) for tensor in (q, cache, table, lengths))
@@ -108,8 +108,8 @@ def best_splits(tiles: int, pairs: int, processors: int) -> int:
 
 
 def has_kernel(q: Tensor, cache: Tensor, latent: int) -> bool:
-    """Whether the kernel takes these shapes on this device."""
-    heads, even = q.shape[2], cache.shape[1] % BLOCK == 0
+    """Whether the kernel takes these shapes on this device, and has a page to read."""
+    heads, even = q.shape[2], len(cache) > 0 and cache.shape[1] % BLOCK == 0
     shapes = q.shape[3] == DIM and latent == LATENT and even and (heads % BLOCK == 0 or heads < BLOCK)
     return shapes and torch.cuda.get_device_capability(q.device) == (9, 0)
 
@@ -133,7 +133,7 @@ def _(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, la
 def _plain(
     q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, kv_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    _check(q, cache, table, lengths, latent)
+    _check(q, cache, table, lengths, scale, latent, kv_scale)
     out, lse = reference.mla_decode(q, cache, table, lengths, scale, latent, kv_scale)
     return out.bfloat16(), lse.float()
 
@@ -142,7 +142,9 @@ def _parts(device: torch.device, rows: int, splits: int) -> tuple[Tensor, Tensor
     return torch.empty(rows, splits, LATENT, device=device), torch.empty(rows, splits, device=device)
 
 
-def _check(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, latent: int) -> None:
+def _check(
+    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, kv_scale: float
+) -> None:
     if q.dim() != 4 or cache.dim() != 3 or not cache.shape[1] or q.shape[3] != cache.shape[2] or q.dtype != torch.bfloat16:
         found = f"q is {q.dtype} {list(q.shape)}, cache {cache.dtype} {list(cache.shape)}"
         raise ConfigError(f"{found}: they must be bfloat16 [B, T, A, D] and [pages, page, D].")
@@ -154,6 +156,8 @@ def _check(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, latent: int
         raise ConfigError(f"{found}: they must be int32 [{len(q)}, P] and [{len(q)}].")
     if not 0 < latent <= q.shape[3]:
         raise ConfigError(f"The first {latent} columns of {q.shape[3]} cannot be values: give 1 to {q.shape[3]}.")
+    if not (scale > 0 and kv_scale > 0):
+        raise ConfigError(f"The softmax scale {scale} and the cache's {kv_scale} must be above 0.")
 
 
 def _outputs(q: Tensor, latent: int) -> tuple[Tensor, Tensor]:

@@ -50,8 +50,10 @@ def present(fp8: bool) -> tuple[str, ...]:
 def _plans_by_itself() -> bool:
     """Whether there is a FlashMLA whose plan is made at the first call: older ones want lengths for it."""
     plan = getattr(importable("flash_mla"), "get_mla_metadata", None)
-    kinds = {each.kind for each in inspect.signature(plan).parameters.values()} if plan else set()
-    return plan is not None and kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    if not inspect.isfunction(plan):  # what is not Python's may have no signature to ask for
+        return False
+    kinds = {each.kind for each in inspect.signature(plan).parameters.values()}
+    return kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 def flash_mla(

@@ -54,6 +54,19 @@ def test_op_vs_reference(device: str) -> None:
             check(torch.ops.r1_pipeline.mla_decode(*inputs, SCALE, op.LATENT, kv_scale), inputs, kv_scale)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_cache_of_no_page_and_a_table_s_free_places_are_not_read(device: str) -> None:
+    inputs = case(device, [0, 0], 16, queries=3)
+    check(op.mla_decode(inputs[0], inputs[1][:0], *inputs[2:], SCALE, op.LATENT), inputs)
+    inputs = case(device, [2, 130, 300, 0], 16, queries=3)
+    free = torch.arange(inputs[2].shape[1], device=device) * 64 >= inputs[3].unsqueeze(1)
+    inputs[2] = inputs[2].masked_fill(free, -1)
+    out, lse = op._plain(*inputs, SCALE, op.LATENT)
+    if device == "cuda":
+        op.launch(*inputs, out.fill_(torch.nan), lse, SCALE)
+    check((out, lse), inputs)
+
+
 @pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 40])
 def test_any_split_gives_the_same(splits: int) -> None:
@@ -173,6 +186,9 @@ def test_what_does_not_fit_is_refused() -> None:
         op.mla_decode(q, cache, table.long(), lengths, SCALE, 512)
     with pytest.raises(ConfigError, match="must be int32"):
         op.mla_decode(q, cache, table[0, :1], lengths, SCALE, 512)
+    for scale, kv_scale in ((0.0, 1.0), (-0.1, 1.0), (float("nan"), 1.0), (SCALE, 0.0)):
+        with pytest.raises(ConfigError, match="must be above 0"):
+            op.mla_decode(q, cache, table, lengths, scale, 512, kv_scale)
 
 
 def test_the_tactic_file_decides_for_both_caches() -> None:
