@@ -18,7 +18,7 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ 
 
 def config(**serve: Any) -> Config:
     """Free ports, also for the gateway."""
-    return serving.serve_config(max_queue=MAX_QUEUE, openai_port=0, ready_timeout=20.0, **serve)
+    return serving.serve_config(max_queue=MAX_QUEUE, openai_port=0, **serve)
 
 
 def write_tokenizer(folder: Path) -> Path:

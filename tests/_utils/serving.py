@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +49,22 @@ class Quiet:
         self.notes.append(text)
 
 
-def wait(condition: Callable[[], bool], seconds: float = 5.0) -> float:
-    """Seconds until it came true."""
+def wait(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Until it is true. A busy machine is slow; what would come true by itself later must take longer than `seconds`."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < seconds, "it did not come true in time"
         time.sleep(0.01)
-    return time.monotonic() - begin
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports below those that the kernel gives to others who ask for any."""
+    return list(islice(filter(_is_free, random.SystemRandom().sample(range(20_000, 32_000), 100)), count))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def write_byte_tokenizer(path: Path) -> None:
@@ -77,7 +89,7 @@ def write_fake_engine(folder: Path, **info: Any) -> Path:
 
 def serve_config(**serve: Any) -> Config:
     """A config of the torch engine with free ports."""
-    settings = {"name": "test", "http_port": 0, "grpc_port": 0, "metrics_port": 0, "ready_timeout": 30.0} | serve
+    settings = {"name": "test", "http_port": 0, "grpc_port": 0, "metrics_port": 0, "ready_timeout": 120.0} | serve
     return Config(
         engine=EngineConfig(kind="torch", torch=TorchEngineConfig(max_seq_len=INFO["max_seq_len"])),
         model=ModelConfig(name="fake_r1"),

@@ -7,7 +7,7 @@ is known. `test_openai_engine.py` does the same with the compiled engine.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -31,6 +31,8 @@ except MissingToolError as missing:
 
 MODELS = {"torch": "fake_r1", "llmapi": "fake_llm", "bls": "adapter", "vllm": "fake_vllm"}
 KEY = "s3cret"
+SOON = 15
+"""Seconds; a slow text of 400 tokens takes 20."""
 
 
 def write_repository(folder: Path) -> Path:
@@ -95,7 +97,7 @@ def gateways(running: server.Server, tmp_path_factory: pytest.TempPathFactory) -
             companion = stack.enter_context(beside(serve, running.endpoint, running.models, Path("unused")))
             assert companion
             url = companion.line.split()[-1]
-            client = stack.enter_context(openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=20))
+            client = stack.enter_context(openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60))
             found[layout] = Gateway(layout, client, running, url)
         yield found
         for gateway in found.values():
@@ -243,17 +245,24 @@ def test_a_full_queue_is_429(gateway: Gateway) -> None:
     if gateway.layout == "vllm":
         pytest.skip("vLLM lets any number of requests wait")
 
-    def one(_: int) -> str:
-        try:
-            return gateway.chat("abc", max_tokens=300).choices[0].message.content
-        except openai.RateLimitError as error:
-            assert error.code == "queue_full" and error.response.headers["retry-after"] == "1"
-            return "full"
+    def held() -> float:
+        metrics = gateway.running.endpoint.metrics()
+        return metrics["llm_requests_running"] + metrics["llm_requests_waiting"]
 
     fit = 4 + MAX_QUEUE
-    with ThreadPoolExecutor(fit + 5) as pool:
-        answers = list(pool.map(one, range(fit + 5)))
-    assert answers.count("abc" * 100) == fit and answers.count("full") == 5
+    serving.wait(lambda: held() == 0)
+    with ThreadPoolExecutor(fit) as pool:
+        streams = [pool.submit(gateway.chat, "slow", max_tokens=400, stream=True) for _ in range(fit)]
+        serving.wait(lambda: held() == fit)
+        for stream in (False, True, False):
+            with pytest.raises(openai.RateLimitError) as caught:
+                gateway.chat("abc", max_tokens=3, stream=stream)
+            assert caught.value.code == "queue_full" and caught.value.response.headers["retry-after"] == "1"
+        for future in as_completed(streams):  # those that waited come when others leave
+            assert next(future.result()).choices
+            future.result().close()
+    serving.wait(lambda: held() == 0, SOON)
+    assert gateway.chat("abc", max_tokens=3).choices[0].message.content == "abc"
 
 
 # --- many at once, and clients that leave ---------------------------------------------------------------------
@@ -270,17 +279,17 @@ def test_streams_side_by_side_keep_apart(gateway: Gateway) -> None:
 
 def test_a_stream_that_is_left_frees_its_slot(gateway: Gateway) -> None:
     serving.wait(lambda: gateway.busy() == 0)
-    stream = gateway.chat("abc", max_tokens=400, stream=True)
+    stream = gateway.chat("slow", max_tokens=400, stream=True)
     next(stream)
     serving.wait(lambda: gateway.busy() == 1)
     stream.close()
-    serving.wait(lambda: gateway.busy() == 0, 1.0)
+    serving.wait(lambda: gateway.busy() == 0, SOON)
 
 
 def test_a_client_that_waits_for_a_whole_answer_and_vanishes_frees_its_slot(gateway: Gateway) -> None:
     serving.wait(lambda: gateway.busy() == 0)
     with suppress(openai.APITimeoutError):
         gateway.client.with_options(timeout=0.3).chat.completions.create(
-            model=gateway.model, messages=[{"role": "user", "content": "abc"}], max_tokens=400
+            model=gateway.model, messages=[{"role": "user", "content": "slow"}], max_tokens=400
         )
-    serving.wait(lambda: gateway.busy() == 0, 1.0)
+    serving.wait(lambda: gateway.busy() == 0, SOON)

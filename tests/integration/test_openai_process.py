@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -63,20 +62,14 @@ def test_models_of_others_are_spoken_to_as_they_are(tmp_path: Path) -> None:
                         client.completions.create(**ask, seed=1)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_a_gateway_outlives_its_server(tmp_path: Path) -> None:
     """Started first, it says 503 until the model is there, breaks a stream off with an error, and goes on afterwards."""
-    port, tokenizer = free_port(), write_tokenizer(tmp_path / "tokenizer")
+    [port], tokenizer = serving.free_ports(1), write_tokenizer(tmp_path / "tokenizer")
     words = ["--grpc", f"127.0.0.1:{port}", "--model", "fake_r1", "--tokenizer", str(tokenizer), "--port", "0", "--workers", "2"]
     process = subprocess.Popen([sys.executable, "-m", "pipeline.openai", *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout
-    with openai.OpenAI(base_url=process.stdout.readline().split()[-1], api_key="any", max_retries=0, timeout=20) as client:
-        ask = {"model": "fake_r1", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 400}
+    with openai.OpenAI(base_url=process.stdout.readline().split()[-1], api_key="any", max_retries=0, timeout=60) as client:
+        ask = {"model": "fake_r1", "messages": [{"role": "user", "content": "slow"}], "max_tokens": 400}
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError, match="does not answer") as caught:
                 client.chat.completions.create(**ask, stream=stream)
@@ -95,7 +88,7 @@ def test_a_gateway_outlives_its_server(tmp_path: Path) -> None:
                     list(chunks)
                 assert not healthy(client)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
 
 
 def test_a_model_whose_process_died_is_not_healthy(tmp_path: Path) -> None:
@@ -110,7 +103,7 @@ def test_a_model_whose_process_died_is_not_healthy(tmp_path: Path) -> None:
             ask = {"model": "fake_r1", "max_tokens": 2}
             with ThreadPoolExecutor(1) as pool:
                 killer = pool.submit(lambda: client.completions.create(**ask, prompt="\x02"))
-                serving.wait(lambda: not answers(client, ask), 15)
+                serving.wait(lambda: not answers(client, ask), 60)
                 with pytest.raises(openai.InternalServerError, match="process died"):
                     killer.result()
             assert started.endpoint.ready() and not healthy(client)

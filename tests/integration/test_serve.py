@@ -12,6 +12,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from pipeline.core.errors import ConfigError, MissingToolError
 from pipeline.triton import pbtxt, server, smoke
-from pipeline.triton.client import Client, TritonError
+from pipeline.triton.client import Client, Stream, TritonError
 from tests._utils import serving
 from tests._utils.serving import wait
 
@@ -29,6 +30,8 @@ except MissingToolError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 MAX_QUEUE = 3
+MANY, SOON = 180, 8
+"""Tokens, of which each slot may have so many at once, and seconds: a slow text of them takes 9."""
 CONFIG = serving.serve_config(
     max_queue=MAX_QUEUE, smoke_prompt="The 你好🙂 text comes again\n", smoke_tokens=40, smoke_requests=6
 )
@@ -66,7 +69,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server.Server]
 
 @pytest.fixture(scope="module")
 def client(running: server.Server) -> Iterator[Client]:
-    with Client(running.endpoint, "fake_r1", timeout=20) as client:
+    with Client(running.endpoint, "fake_r1", timeout=60) as client:
         yield client
 
 
@@ -92,8 +95,11 @@ def test_characters_of_several_tokens_come_whole(client: Client) -> None:
 
 
 def test_chunks_come_while_the_model_works(client: Client) -> None:
-    times = [chunk.seconds for chunk in client.stream("abc\n", max_tokens=30)]
-    assert times[-1] - times[0] > 20 * 0.004
+    def spread() -> float:
+        times = [chunk.seconds for chunk in client.stream("abc\n", max_tokens=30)]
+        return times[-1] - times[0]
+
+    assert any(spread() > 20 * 0.004 for _ in range(10)), "a busy machine may read the first chunk late, but not always"
 
 
 def test_the_last_response_tells_reason_and_counts(client: Client) -> None:
@@ -171,51 +177,55 @@ def test_an_option_that_the_model_lacks_is_refused_by_the_client(client: Client)
 
 
 def test_the_slot_is_free_soon_after_a_cancel(client: Client) -> None:
-    with client.stream("abc\n", max_tokens=240) as stream:
+    with client.stream("slow\n", max_tokens=MANY) as stream:
         next(stream)
         wait(lambda: running_requests(client) == 1)
-    assert wait(lambda: running_requests(client) == 0) < 0.5
+    wait(lambda: running_requests(client) == 0, SOON)
     assert client.endpoint.metrics("fake_r1")["llm_kv_pages_used"] == 0
 
 
 def test_the_slot_is_free_soon_after_an_http_client_vanished(client: Client) -> None:
-    body = json.dumps({"text_input": "abc\n", "max_tokens": 240, "stream": True}).encode()
+    body = json.dumps({"text_input": "slow\n", "max_tokens": MANY, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", client.endpoint.http_port)) as connection:
         head = f"POST /v2/models/fake_r1/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         assert b"200 OK" in connection.recv(4096)
         wait(lambda: running_requests(client) == 1)
-    assert wait(lambda: running_requests(client) == 0) < 0.5
+    wait(lambda: running_requests(client) == 0, SOON)
 
 
 def test_more_requests_than_slots_and_queue_are_refused(client: Client) -> None:
-    def one(_: int) -> str:
-        try:
-            return client.generate("abc\n", max_tokens=150)
-        except TritonError as error:
-            return str(error)
+    def waiting() -> float:
+        return client.endpoint.metrics("fake_r1")["llm_requests_waiting"]
 
-    many = serving.INFO["max_batch_size"] + MAX_QUEUE + 4
-    with ThreadPoolExecutor(many) as pool:
-        answers = list(pool.map(one, range(many)))
-    assert answers.count("abc" * 50) == serving.INFO["max_batch_size"] + MAX_QUEUE
-    assert (
-        answers.count(f"{MAX_QUEUE} requests wait already, of at most serve.max_queue={MAX_QUEUE}; try again later")
-        == 4
-    )
+    def start(count: int) -> list[Stream]:
+        return [stack.enter_context(client.stream("slow\n", max_tokens=MANY)) for _ in range(count)]
+
+    full = f"^{MAX_QUEUE} requests wait already, of at most serve.max_queue={MAX_QUEUE}; try again later$"
+    with ExitStack() as stack:
+        first = start(serving.INFO["max_batch_size"])
+        wait(lambda: running_requests(client) == len(first))
+        second = start(MAX_QUEUE)
+        wait(lambda: waiting() == MAX_QUEUE)
+        for _ in range(4):
+            with pytest.raises(TritonError, match=full):
+                client.generate("abc\n", max_tokens=2)
+        for stream in first:
+            stream.cancel()
+        assert [next(stream).text for stream in second] == ["s"] * MAX_QUEUE
+    wait(lambda: running_requests(client) == 0, SOON)
 
 
-def test_a_deadline_bounds_a_stream(client: Client) -> None:
-    with (
-        Client(client.endpoint, "fake_r1", timeout=0.3) as hasty,
-        pytest.raises(TritonError, match="DEADLINE_EXCEEDED"),
-    ):
-        list(hasty.stream("abc\n", max_tokens=240))
-    wait(lambda: running_requests(client) == 0)
+def test_a_deadline_bounds_a_stream(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client.generate("ab\n", max_tokens=2) == "ab", "the client knows the model before it is in a hurry"
+    with monkeypatch.context() as hasty, pytest.raises(TritonError, match="DEADLINE_EXCEEDED"):
+        hasty.setattr(client, "timeout", 0.3)
+        list(client.stream("slow\n", max_tokens=MANY))
+    wait(lambda: running_requests(client) == 0, SOON)
 
 
 def test_the_other_dialect_is_spoken_and_cumulative_text_is_cut(running: server.Server) -> None:
-    with Client(running.endpoint, "llmapi", timeout=20) as client:
+    with Client(running.endpoint, "llmapi", timeout=60) as client:
         assert client.names["max_tokens"] == "sampling_param_max_tokens"
         assert client.generate("x", max_tokens=3) == "x0 x1 x2 "
         assert client.cumulative is True

@@ -50,7 +50,7 @@ def test_a_failed_engine_and_a_crashed_model_are_told_from_a_good_one(repository
     config = serving.serve_config(smoke_requests=2)
     with server.start(config.serve, repository) as good, server.start(config.serve, repository) as bad:
         assert good.endpoint != bad.endpoint
-        with Client(bad.endpoint, "fake_r1", timeout=20) as client:
+        with Client(bad.endpoint, "fake_r1", timeout=60) as client:
             with pytest.raises(TritonError, match=r"the engine failed .*told to fail.*restart the server"):
                 client.generate("\x01", max_tokens=2)
             with pytest.raises(TritonError, match=r"the engine failed"):
@@ -78,7 +78,7 @@ def test_a_model_that_never_loads_ends_at_the_deadline(repository: Path) -> None
         server.start(serving.serve_config(ready_timeout=2).serve, repository),
     ):
         pass
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
     assert processes_of(f"pipeline_{os.getpid()}_") == [], "named in the prefix of its shared memory"
 
 
@@ -127,7 +127,7 @@ def test_serve_stops_with_0_on_a_signal(repository: Path, number: signal.Signals
     assert lines[0].startswith("ready in"), lines
     assert "fake_r1" in lines[0]
     os.kill(process.pid, number)
-    rest, _ = process.communicate(timeout=30)
+    rest, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert f"stopped by {number.name}" in rest
 

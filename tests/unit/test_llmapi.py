@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +17,7 @@ import pytest
 import yaml
 
 from tests._utils import fake_tensorrt_llm
+from tests._utils.serving import wait
 
 CODE = Path(__file__).parents[2] / "triton_repo" / "llmapi" / "1"
 FINAL = 1
@@ -165,9 +165,14 @@ def ask(prompt: str, ident: str = "", **inputs: Any) -> Request:
     return Request({"text_input": text(prompt), **arrays}, ident)
 
 
+def ask_long(ident: str = "", **inputs: Any) -> Request:
+    """For a text that takes 50 s."""
+    return ask("slow\n", ident, sampling_param_max_tokens=1000, **inputs)
+
+
 def answered(model: Any, request: Request) -> list[Response]:
     model.execute([request])
-    assert request.sender.done.wait(5)
+    assert request.sender.done.wait(30)
     return request.sender.responses
 
 
@@ -246,15 +251,15 @@ def test_guides_reach_an_engine_that_is_set_up_for_them(code, tmp_path):
 
 
 def test_what_does_not_fit_is_refused_and_room_comes_back(model):
-    running = [ask("slow" + "x" * 40, ident=str(number)) for number in range(3)]
+    running = [ask_long(ident=str(number)) for number in range(3)]
     model.execute(running)
-    time.sleep(0.05)
+    wait(lambda: [bool(result.outputs[0].token_ids) for result in model._llm.results] == [True] * 3)
     [response] = answered(model, ask("ab"))
     assert (response.error.code, "try again later" in str(response.error)) == ("UNAVAILABLE", True)
     assert Counter.values["llm_requests_running"] == 3
     for request in running:
         request.sender.gone = True
-    assert all(request.sender.done.wait(2) for request in running)
+    assert all(request.sender.done.wait(30) for request in running)
     assert answered(model, ask("ab"))[0].text() == "ba"
     assert Counter.values["llm_generated_tokens"] > 2
 
@@ -266,30 +271,29 @@ def test_a_failing_engine_answers_and_the_next_request_works(model):
 
 
 def test_a_client_that_left_aborts_its_generation(model):
-    request = ask("slow" + "x" * 40, streaming=True)
+    request = ask_long(streaming=True)
     model.execute([request])
-    while not request.sender.responses:
-        time.sleep(0.01)
+    wait(lambda: request.sender.responses)
     request.sender.gone = True
-    assert request.sender.done.wait(2)
+    assert request.sender.done.wait(30)
     assert request.sender.responses[-1].error.code == "CANCELLED"
     assert model._llm.results[-1].aborted
 
 
 def test_stop_with_the_same_id_cancels(model):
-    running, stop = ask("slow" + "x" * 40, ident="7"), ask("", ident="7", stop=True)
+    running, stop = ask_long(ident="7"), ask("", ident="7", stop=True)
     model.execute([running])
     assert answered(model, stop)[0].text() == ""
-    assert running.sender.done.wait(2)
+    assert running.sender.done.wait(30)
     assert running.sender.responses[-1].error.code == "CANCELLED"
 
 
 def test_shutting_down_answers_what_still_runs(code, tmp_path):
     served = code.TritonPythonModel()
     served.initialize(arguments(tmp_path))
-    request = ask("slow" + "x" * 40)
+    request = ask_long()
     served.execute([request])
-    time.sleep(0.05)
+    wait(lambda: Counter.values["llm_requests_running"] == 1)
     served.finalize()
     assert request.sender.responses[-1].error.code == "UNAVAILABLE"
 
