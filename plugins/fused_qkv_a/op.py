@@ -27,6 +27,8 @@ __all__ = ["fused_qkv_a", "norm_rope_cache", "qkv_a"]
 SOURCE = Source(Path(__file__).with_name("kernel.cu"))
 FEW_TOKENS = 32
 FP8 = torch.float8_e4m3fn
+STORE = 8
+"""Bytes that the second kernel writes at once: rows of the cache begin at multiples, if the first one does."""
 
 
 @torch.library.custom_op("r1_pipeline::qkv_a", mutates_args=(), device_types="cuda")
@@ -54,7 +56,7 @@ def norm_rope_cache(
 ) -> Tensor:
     """-> q_a BF16 [N, Q]; rows of the cache are written in place"""
     _check(qkv, q_norm, kv_norm, cos_sin, positions, slots, cache)
-    if not has_kernel(q_norm, kv_norm, cache):
+    if not has_kernel(q_norm, kv_norm, cache) or cache.data_ptr() % STORE:
         return reference.tail(qkv, q_norm, kv_norm, cos_sin, positions, slots, cache, kv_scale, eps)
     q_a = qkv.new_empty((len(qkv), len(q_norm)))
     if len(qkv):

@@ -52,4 +52,4 @@ def tail(
         row = (row.float() * (1 / kv_scale)).clamp(-448, 448).to(cache.dtype)
     written = slots >= 0
     cache.view(torch.uint8).index_copy_(0, slots[written].long(), row[written].view(torch.uint8))
-    return norm(q, q_norm, eps)
+    return norm(q, q_norm, eps).contiguous()

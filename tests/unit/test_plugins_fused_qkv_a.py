@@ -81,6 +81,19 @@ def test_tail_vs_reference(device: str, sizes: tuple[int, int, int], fp8: bool) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_tail_of_turned_rows_into_a_cache_at_an_odd_address(device: str, fp8: bool) -> None:
+    qkv, *rest, cache = (tensor.to(device) for tensor in case(SMALL, 7, fp8))
+    space = cache.new_empty(cache.numel() + 1)
+    odd = space[1:].view(cache.shape).copy_(cache)
+    wanted = op.norm_rope_cache(qkv, *rest, cache)
+    found = op.norm_rope_cache(qkv.t().contiguous().t(), *rest, odd)
+    assert odd.data_ptr() % op.STORE and found.is_contiguous()  # as export is told
+    close(found, wanted.cpu())
+    close(odd, cache.cpu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_product_vs_reference(device: str) -> None:
     weight = (torch.randn(2112, 7168, device=device) / 85).bfloat16()
     for tokens in (0, 1, 2, 3, 8, 13, 16, 17) if device == "cuda" else (0, 3):
