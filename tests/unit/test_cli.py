@@ -95,7 +95,7 @@ def test_gc_lists_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def shell(workspace: Workspace, line: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", "-c", f"set -o pipefail; {line}"]
     environment = workspace.env() | {"PIPELINE": f"{sys.executable} -m pipeline"}
-    return subprocess.run(command, cwd=workspace.folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=workspace.folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")

@@ -234,7 +234,7 @@ def run(script: Path, *words: str, doubles: tuple[str, ...], **variables: str) -
     record = folder / "record"
     record.write_text("")
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "RECORD": str(record)} | variables
-    done = subprocess.run(["bash", script, *words], env=environment, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(["bash", script, *words], env=environment, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stderr, record.read_text().splitlines()
 
 
