@@ -21,6 +21,8 @@ __all__ = ["kv_dequantize", "kv_quantize"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"))
 MAX_CHUNK, VALUES_A_THREAD = 65536, 96
+MAX_ELEMENTS = 8 << 31
+"""Of all chunks: pieces of 8 are counted in 31 bits."""
 
 
 @torch.library.custom_op("r1_pipeline::kv_quantize", mutates_args=(), device_types="cuda")
@@ -66,6 +68,8 @@ def _check(x: Tensor, chunk: int, quantile: float) -> None:
     if chunk < 1 or chunk * x.shape[1] > MAX_CHUNK or not 0 < quantile <= 1:
         found = f"{chunk} tokens of {x.shape[1]} values and quantile {quantile}"
         raise ConfigError(f"{found}: a chunk has 1 to {MAX_CHUNK // x.shape[1]} tokens here, and the quantile is in (0, 1].")
+    if x.numel() >= MAX_ELEMENTS:
+        raise ConfigError(f"{x.numel()} elements in one call are too many: the kernel takes fewer than {MAX_ELEMENTS}.")
 
 
 def _dtype(int8: bool) -> torch.dtype:

@@ -98,3 +98,9 @@ def test_op_is_known_to_export() -> None:
 def test_what_the_kernel_cannot_take_is_refused(shape: tuple[int, int], chunk: int, quantile: float) -> None:
     with pytest.raises(ConfigError, match=r"multiple of 8|tokens of"):
         op.kv_quantize(torch.zeros(shape).bfloat16(), chunk, quantile)
+
+
+def test_more_than_the_kernel_counts_is_refused() -> None:
+    """As a view that takes no memory."""
+    with pytest.raises(ConfigError, match="too many"):
+        op.kv_quantize(torch.zeros(1, 64).bfloat16().expand(op.MAX_ELEMENTS // 64, 64), 64)
