@@ -18,9 +18,8 @@ CLOSE = {"rtol": 1e-2, "atol": 1e-2}
 
 def case(device: str, tokens: int, heads: int) -> tuple[torch.Tensor, ...]:
     """q, latent, and both weights as views of one kv_b."""
-    q, latent = (torch.randn(tokens, heads, width).bfloat16() for width in (192, 512))
-    kv_b = torch.randn(heads, 256, 512).mul(0.05).bfloat16()
-    return *(x.to(device) for x in (q, latent)), *kv_b.to(device).split((128, 128), 1)
+    q, latent = (torch.randn(tokens, heads, width, device=device).bfloat16() for width in (192, 512))
+    return q, latent, *torch.randn(heads, 256, 512, device=device).mul(0.05).bfloat16().split((128, 128), 1)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -24,7 +24,7 @@ def case(device: str, queries: list[int], keys: list[int], heads: int) -> list[t
     """q, kv, k_rope, cu_q and cu_k."""
     ends = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (queries, keys)]
     shapes = (sum(queries), heads, D), (sum(keys), heads, D - R + V), (sum(keys), R)
-    return [tensor.to(device) for tensor in (*(torch.randn(shape).bfloat16() for shape in shapes), *ends)]
+    return [tensor.to(device) for tensor in (*(torch.randn(shape, device=device).bfloat16() for shape in shapes), *ends)]
 
 
 def check(found: tuple[torch.Tensor, torch.Tensor], inputs: list[torch.Tensor]) -> None:

@@ -50,7 +50,7 @@ def inputs(kind: str, shape: tuple[int, int]) -> torch.Tensor:
 def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Equal bytes, but any NaN for a NaN."""
     assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    torch.testing.assert_close(found.float().cpu(), wanted.float().cpu(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found.float(), wanted.to(found.device).float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one piece", "two pieces"])
@@ -104,7 +104,7 @@ def test_nvfp4_kernels_vs_reference(kernels: tuple[int, CudaOnCpu], kind: str, r
 @pytest.mark.parametrize("kind", KINDS)
 def test_ops_vs_reference(device: str, kind: str) -> None:
     input_scale = torch.tensor([4.0 / 2688])
-    for shape in SHAPES + ([(1027, 7168)] if device == "cuda" else []):
+    for shape in SHAPES + ([(605, 7168)] if device == "cuda" else []):
         x = inputs(kind, shape) if shape[0] else torch.empty(shape).bfloat16()
         codes, scales = reference.fp8_quantize(x)
         for column_major in (False, True):
