@@ -43,15 +43,15 @@ def check(found: tuple[torch.Tensor, torch.Tensor], inputs: list[torch.Tensor], 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_op_vs_reference(device: str) -> None:
+@pytest.mark.parametrize(("fp8", "kv_scale"), [(False, 1.0), (False, 0.5), (True, 0.5)])
+def test_op_vs_reference(fp8: bool, kv_scale: float, device: str) -> None:
     cases: list[tuple[list[int], int, int, int]] = [([1, 0, 130], 4, 64, 1), ([67], 2, 16, 1), ([5, 200], 4, 64, 3)]
     if device == "cuda":
         long = [1, 63, 64, 65, 128, 129, 1000, 4096, 0, 777]
         cases += [(long, 128, 64, 1), (long, 16, 64, 1), (long, 64, 128, 1), (long[:7], 128, 64, 2), ([4096] * 70, 128, 64, 1)]
     for lengths, heads, page, queries in cases:
-        for fp8, kv_scale in ((False, 1.0), (False, 0.5), (True, 0.5)):
-            inputs = case(device, lengths, heads, page, queries, fp8)
-            check(torch.ops.r1_pipeline.mla_decode(*inputs, SCALE, op.LATENT, kv_scale), inputs, kv_scale)
+        inputs = case(device, lengths, heads, page, queries, fp8)
+        check(torch.ops.r1_pipeline.mla_decode(*inputs, SCALE, op.LATENT, kv_scale), inputs, kv_scale)
 
 
 @pytest.mark.parametrize("device", DEVICES)
