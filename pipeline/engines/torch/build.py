@@ -178,17 +178,19 @@ def free_memory(device: str) -> int:
 
 
 def compile_forms(out: Path, info: dict[str, Any]) -> None:
-    """One process a form, side by side; what they leave lies inside `out`, so a killed build leaves nothing elsewhere."""
+    """One process a form, side by side; what they leave lies inside `out`, so a killed build leaves nothing elsewhere.
+
+    They share Inductor's cache: which vector instructions the compiler knows is tried out once (ten small libraries).
+    """
     with tempfile.TemporaryDirectory(prefix=".compile-", dir=out.absolute()) as scratch:
         running: list[tuple[str, subprocess.Popen[bytes]]] = []
+        env = compile_env(Path(scratch), info["compiler"])
         try:
             for form in info["forms"]:
-                folder = Path(scratch) / form
-                folder.mkdir()
-                running.append((form, start_compile(form, out.absolute(), folder, info["compiler"])))
+                running.append((form, start_compile(form, out.absolute(), Path(scratch), env)))
             for form, process in running:
                 if process.wait():
-                    log = (Path(scratch) / form / "log").read_text(encoding="utf-8", errors="replace")
+                    log = (Path(scratch) / f"{form}.log").read_text(encoding="utf-8", errors="replace")
                     raise StageError(f"Compiling the {form} form ended with code {process.returncode}:\n{log[-4000:]}")
         finally:
             for _, process in running:
@@ -196,14 +198,19 @@ def compile_forms(out: Path, info: dict[str, Any]) -> None:
                 process.wait()
 
 
-def start_compile(form: str, out: Path, folder: Path, compiler: str) -> subprocess.Popen[bytes]:
-    """Start `export.py` with caches and compiler inside `folder`."""
-    env = python_env() | {"PYTHONHASHSEED": "0", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TMPDIR": str(folder)}
+def compile_env(scratch: Path, compiler: str) -> dict[str, str]:
+    """An environment with the cache, temporary files and the compiler inside `scratch`."""
+    env = python_env() | {"PYTHONHASHSEED": "0", "TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache"), "TMPDIR": str(scratch)}
     if compiler == "aoti":
-        write_compiler_wrapper(cxx()[0], folder / "cxx")
-        env["CXX"] = str(folder / "cxx")
+        write_compiler_wrapper(cxx()[0], scratch / "cxx")
+        env["CXX"] = str(scratch / "cxx")
+    return env
+
+
+def start_compile(form: str, out: Path, folder: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start `export.py` in `folder`; what it says goes to FORM.log there."""
     command = [sys.executable, "-m", "pipeline.engines.torch.export", form, str(out)]
-    with open(folder / "log", "wb") as log:
+    with open(folder / f"{form}.log", "wb") as log:
         return subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent)
 
 
