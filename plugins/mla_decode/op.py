@@ -93,7 +93,7 @@ def launch(
         grid = (min(tiles * splits * batch, processors(q.device)), 1, 1)
         module.launch("mla_decode", grid, THREADS, *arguments, overlap=overlap, shared=SHARED)
         if splits > 1:
-            joining = tactics.COMBINE.module(AT_ONCE=min(8, 1 << (splits - 1).bit_length()))
+            joining = tactics.COMBINE.module(AT_ONCE=at_once(splits))
             joining.launch("mla_combine", (rows, 1, 1), LATENT // 4, part, part_lse, out, lse, splits, overlap=True)
 
 
@@ -105,6 +105,11 @@ def best_splits(tiles: int, pairs: int, processors: int) -> int:
         return -(-tiles * splits // processors) * (-(-pairs // splits) + OVERHEAD) + (OVERHEAD if splits > 1 else 0)
 
     return min(range(1, max(1, min(pairs, processors)) + 1), key=cost)
+
+
+def at_once(splits: int) -> int:
+    """Parts that the joining kernel is compiled to have on their way at a time."""
+    return min(8, 1 << (splits - 1).bit_length())
 
 
 def has_kernel(q: Tensor, cache: Tensor, latent: int) -> bool:

@@ -12,12 +12,15 @@ from tests._utils.cuda_on_cpu import CudaOnCpu
 
 torch = pytest.importorskip("torch", reason="the op is torch's")
 
+from pipeline.engines.torch import selfcheck  # noqa: E402
 from plugins.mla_decode import op, reference, tactics  # noqa: E402
+from plugins.mla_prefill import crossover  # noqa: E402
 from tests._utils.peers import WHERE, load_peers, poison  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here"))]
 SCALE = 0.07
+runtime = selfcheck.import_runtime(Path(__file__).parents[2] / "triton_repo" / "torch" / "1" / "runtime.py")
 
 
 def case(
@@ -172,6 +175,37 @@ def test_splits_fill_the_chip() -> None:
     assert op.best_splits(2, 32, 132) >= 16  # one sequence of 4,096 tokens
     assert op.best_splits(128, 32, 132) == 1  # 64 of them are a wave
     assert all(1 <= op.best_splits(tiles, pairs, 132) <= max(1, pairs) for tiles in (1, 7, 300) for pairs in (1, 2, 33))
+
+
+@pytest.mark.parametrize(("room", "chunk", "batch", "heads", "least"), [
+    (1024, 512, 8, 128, None), (1024, 64, 1, 16, None), (4096, 512, 1, 128, None), (2048, 256, 2, 64, 300),
+])  # fmt: skip
+def test_the_engine_s_check_compiles_all_joining_kernels(room: int, chunk: int, batch: int, heads: int, least: int | None) -> None:
+    """A server may have no compiler: whatever chunk it is given, the kernel that joins its parts was compiled with the engine."""
+    pages = room // tactics.PAGE
+    engine = runtime.CompiledEngine.__new__(runtime.CompiledEngine)
+    engine.device, engine.forms, engine._graphs, compiled = torch.device("cuda"), dict.fromkeys(("absorbed", "expanded")), {}, set()
+    engine.info = {
+        "max_batch_size": batch, "max_seq_len": room, "prefill_chunk": chunk, "page_size": tactics.PAGE, "vocab_size": 9,
+        "num_pages": batch * pages + 1,
+        "expanded_from": [least or crossover.expanded_from(page * tactics.PAGE + tactics.PAGE) for page in range(pages)],
+    }  # fmt: skip
+
+    def joined(rows: int, length: int, width: int) -> set[int]:
+        rows, length, width = engine._captured_size(rows, length, width) or (rows, length, width)
+        if engine.form_of(rows, length, width) == "expanded":
+            return set()
+        splits = op.best_splits(rows * length * max(1, heads // op.BLOCK), -(-width * tactics.PAGE // (2 * op.BLOCK)), 132)
+        return {op.at_once(splits)} if splits > 1 else set()
+
+    def step(tokens: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
+        engine._check(tokens, positions, table)
+        compiled.update(joined(*tokens.shape, table.shape[1]))
+
+    engine.step = step
+    selfcheck.warm(engine)
+    steps = [(1, length, width) for length in range(2, chunk + 1) for width in range(-(-length // tactics.PAGE), pages + 1)]
+    assert set().union(*(joined(*size) for size in [*steps, *((rows, 1, pages) for rows in range(1, batch + 1))])) <= compiled
 
 
 def test_op_is_known_to_export() -> None:

@@ -76,7 +76,8 @@ def compare(folder: Path, runtime: Path) -> list[float]:
 
 
 def warm(engine: Any) -> None:
-    """Prefill and decode steps of every power of two, and of one more."""
+    """Prefill and decode steps of every power of two, and of one more; chunks are a row's first, and its last: how many parts
+    attention is computed in, each with kernels of its own, follows from the context."""
     info = engine.info
     table = torch.arange(1, info["num_pages"]).view(info["max_batch_size"], -1)
 
@@ -85,8 +86,9 @@ def warm(engine: Any) -> None:
         return sorted({min(size, most) for power in powers for size in (power, power + 1)})
 
     for length in sizes(info["prefill_chunk"]):
-        pages = table[:1, : -(-length // info["page_size"])]
-        engine.step(torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None], pages)
+        for end in sorted({length, info["max_seq_len"]}):
+            pages = table[:1, : -(-end // info["page_size"])]
+            engine.step(torch.zeros(1, length, dtype=torch.int64), torch.arange(end - length, end)[None], pages)
     for rows in sizes(info["max_batch_size"]):
         engine.step(torch.zeros(rows, 1, dtype=torch.int64), torch.zeros(rows, 1, dtype=torch.int64), table[:rows, :1])
 
