@@ -76,14 +76,14 @@ def compare(folder: Path, runtime: Path) -> list[float]:
 
 
 def warm(engine: Any) -> None:
-    """Prefill and decode steps of every power of two, and of one more; chunks are a row's first, and its last: how many parts
+    """Prefill and decode steps of every power of two, of one more, and of the most; chunks are a row's first, and its last: how many parts
     attention is computed in, each with kernels of its own, follows from the context."""
     info = engine.info
     table = torch.arange(1, info["num_pages"]).view(info["max_batch_size"], -1)
 
     def sizes(most: int) -> list[int]:
         powers = [1 << k for k in range(most.bit_length())]
-        return sorted({min(size, most) for power in powers for size in (power, power + 1)})
+        return sorted({min(size, most) for power in powers for size in (power, power + 1, most)})
 
     for length in sizes(info["prefill_chunk"]):
         for end in sorted({length, info["max_seq_len"]}):
