@@ -76,8 +76,11 @@ def compare(folder: Path, runtime: Path) -> list[float]:
 
 
 def warm(engine: Any) -> None:
-    """Prefill and decode steps of every power of two, of one more, and of the most; chunks are a row's first, and its last: how many parts
-    attention is computed in, each with kernels of its own, follows from the context."""
+    """Prefill and decode steps of every power of two, of one more, and of the most.
+
+    Chunks are a row's first, and its last: in how many parts attention is computed, each with kernels of its own, follows from the
+    context.
+    """
     info = engine.info
     table = torch.arange(1, info["num_pages"]).view(info["max_batch_size"], -1)
 
