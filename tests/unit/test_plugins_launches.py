@@ -1,8 +1,8 @@
 """What ops hand to their kernels, without a GPU: the driver is a stand-in, kernels and their parameters are the sources' own.
 
 Each launch must name a kernel of its source and give every parameter a value of its kind: a tensor for a pointer, an int for a
-whole number, a float for a float, a TMA descriptor for a `TensorMap`; its grid must not be empty, and its macros must be those that
-the source reads.
+whole number, a float for a float, a TMA descriptor for a `TensorMap`; its grid must not be empty, its macros must be those that
+the source reads, and the device of its tensors must be the current one: kernels are compiled for that and go to its stream.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,15 +55,26 @@ class Launches:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.current: list[Any] = []
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        """`torch.cuda.device`"""
+        self.current.append(device)
+        yield
+        self.current.pop()
 
     def module(self, source: nvrtc.Source, **macros: int | float) -> Any:
         text = nvrtc.source_text(source.path)
         unread = [name for name in macros if not re.search(rf"\b{name}\b".encode(), text)]
         assert not unread, f"{source.path} does not read {unread}"
+        assert self.current, f"{source.path} is compiled for the current device, not for its tensors'"
         return SimpleNamespace(launch=lambda *args, **more: self.launch(text, *args, **more))
 
     def launch(self, text: bytes, name: str, grid: Any, threads: int, *args: Any, overlap: bool = False, shared: int = 0) -> None:
         kinds = kinds_of(text, name)
+        devices = {value.device for value in args if isinstance(value, torch.Tensor)}
+        assert devices <= set(self.current[-1:]), f"{name} of {devices} goes to {self.current}"
         assert len(args) == len(kinds), f"{name}: {len(args)} values for {len(kinds)} parameters"
         for place, (value, kind) in enumerate(zip(args, kinds, strict=True)):
             assert isinstance(value, KINDS[kind]), f"{name}: parameter {place} is a {kind}, not {type(value).__name__}"
@@ -81,7 +92,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(nvrtc, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     monkeypatch.setattr(nvrtc, "_pointer", lambda tensor: tensor.data_ptr())
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", made.device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
