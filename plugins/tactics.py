@@ -127,4 +127,4 @@ def _write(result: Path) -> None:
 
 
 if __name__ == "__main__":
-    _write(Path(sys.argv[1]))
+    _write(Path(sys.argv[1])) if len(sys.argv) == 2 else sys.exit(__doc__)

@@ -124,4 +124,8 @@ def _file(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        sys.exit(__doc__)
+    if not torch.cuda.is_available():
+        sys.exit("No GPU that torch can use: this search needs one.")
     _main(Path(sys.argv[1]), "--quick" in sys.argv)

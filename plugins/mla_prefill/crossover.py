@@ -72,4 +72,4 @@ def _main(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    _main(Path(sys.argv[1])) if len(sys.argv) == 2 else sys.exit(__doc__)
