@@ -46,7 +46,8 @@ TINY_R1 = ROOT / "pipeline" / "data" / "tiny_r1"
 RUNTIME = ROOT / "triton_repo" / "torch" / "1"
 ARCH = Arch.from_dir(TINY_R1)
 TOKENIZER = Tokenizer.from_file(str(TINY_R1 / "tokenizer.json"))
-PAGE, PAGES, PROMPT, TOKENS = 32, 4, 70, 8
+PAGE, PAGES, PROMPT, TOKENS, BEGIN = 32, 4, 70, 8, 617
+"""The text continues so surely that no rounding changes it: the second best logits are 4 below the best, of 14."""
 ATTENTION = ["fused_qkv_a", "mla_absorb", "mla_decode", "mla_prefill", "router_gemm", "topk_router"]
 OFF: dict[str, Any] = {"taken": [], "left": {}, "experts": None, "products": []}
 R1 = replace(
@@ -83,7 +84,7 @@ def caches(layers: int = ARCH.num_hidden_layers, dtype: torch.dtype = torch.bflo
 @torch.inference_mode()
 def write(prefill: Decoder, decode: Decoder) -> tuple[list[int], Tensor]:
     """Greedy tokens after the first ones of a text, and their logits."""
-    tokens = torch.tensor(TOKENIZER.encode((TINY_R1 / "heldout.txt").read_text()[:800]).ids[:PROMPT])[None]
+    tokens = torch.tensor(TOKENIZER.encode((TINY_R1 / "heldout.txt").read_text()).ids[BEGIN : BEGIN + PROMPT])[None]
     pages, cache, text, rows = torch.tensor([[3, 1, 4]]), caches(), [], []
     logits = prefill(tokens, torch.arange(PROMPT)[None], pages, cache)
     for position in range(PROMPT, PROMPT + TOKENS):
@@ -125,17 +126,18 @@ def test_experts_that_stay_fp8_write_the_same_tokens(folder, plain) -> None:
 
 def test_logits_are_as_near_to_float32_as_those_without_plugins(folder, small) -> None:
     """Random routes are near ties, so rounding to BF16 changes some of them, with plugins and without."""
-    tokens = torch.randint(3, ARCH.vocab_size, (2, 48), generator=torch.Generator().manual_seed(7))
+    texts = torch.randint(3, ARCH.vocab_size, (4, 2, 48), generator=torch.Generator().manual_seed(7))
     positions, pages = torch.arange(48).expand(2, 48), torch.tensor([[1, 3], [4, 2]])
 
     @torch.inference_mode()
     def logits(chosen: dict[str, Any], dtype: str) -> Tensor:
         module, cache = decoder(small, folder, chosen, dtype=dtype), caches(2, getattr(torch, dtype))
-        return torch.cat([module(tokens[:, :end], positions[:, :end], pages, cache) for end in (1, 20, 33, 48)])
+        starts = [tokens[:, :end] for tokens in texts for end in (1, 20, 33, 48)]
+        return torch.cat([module(start, positions[:, : start.shape[1]], pages, cache) for start in starts])
 
     exact, without, plugged = logits(OFF, "float32"), logits(OFF, "bfloat16"), logits(plugins(), "bfloat16")
-    errors = [((found - exact).norm() / exact.norm()).item() for found in (without, plugged)]
-    assert errors[1] < 1.25 * errors[0] < 0.15, errors
+    errors = [((found - exact).norm(dim=1) / exact.norm(dim=1)).median().item() for found in (without, plugged)]
+    assert errors[1] < 1.25 * errors[0] < 0.05, errors  # of most rows: another route is an error of up to 0.8
 
 
 def test_experts_that_stay_nvfp4_are_those_that_were_converted(tmp_path, small) -> None:
