@@ -54,7 +54,7 @@ def served(workspace: Workspace, *words: str) -> Iterator[dict[str, str]]:
         yield lines
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, process.stdout.read()
+        assert process.wait(120) == 0, process.stdout.read()
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def lines(cpu_build: Workspace) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def client(lines: dict[str, str]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=lines["openai"], api_key="any", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=lines["openai"], api_key="any", max_retries=0, timeout=300) as client:
         yield client
 
 

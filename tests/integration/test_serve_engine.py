@@ -39,7 +39,7 @@ TOKENS = 24
 def client(cpu_build: Workspace) -> Iterator[Client]:
     with (
         server.start(serving.serve_config().serve, cpu_build.latest("package") / "repository") as running,
-        Client(running.endpoint, "tiny_r1") as client,
+        Client(running.endpoint, "tiny_r1", timeout=300) as client,
     ):
         yield client
 
