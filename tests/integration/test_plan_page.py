@@ -37,7 +37,7 @@ def shot(html: Path, width: int, height: int) -> np.ndarray:
     """A screenshot [height, width, 3]."""
     picture = html.with_name(f"{width}.png")
     options = (f"--screenshot={picture}", f"--window-size={width},{height}", f"--user-data-dir={html.parent / 'profile'}")
-    done = subprocess.run([CHROMIUM, *QUIET, *options, html.as_uri()], capture_output=True, timeout=120, check=False)
+    done = subprocess.run([CHROMIUM, *QUIET, *options, html.as_uri()], capture_output=True, timeout=300, check=False)
     assert picture.is_file(), done.stderr.decode()[-2000:]
     return read_png(picture)
 
