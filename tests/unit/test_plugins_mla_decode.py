@@ -41,6 +41,7 @@ def case(
 def check(found: tuple[torch.Tensor, torch.Tensor], inputs: list[torch.Tensor], kv_scale: float = 1.0) -> None:
     wanted, lse = reference.mla_decode(*inputs, SCALE, op.LATENT, kv_scale)
     assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
+    assert all(each.is_contiguous() for each in found)  # as export is told, whoever computed it
     torch.testing.assert_close(found[0].double(), wanted, rtol=2e-2, atol=8e-3)
     torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3)
 
@@ -102,6 +103,7 @@ def test_other_libraries_in_the_op_vs_reference(name: str, monkeypatch: pytest.M
             check((out, lse), inputs)
             continue
         wanted, sums = reference.mla_decode(*inputs, SCALE, op.LATENT, 0.5)
+        assert out.is_contiguous() and lse.is_contiguous()
         assert (out.double() - wanted).norm() < 0.1 * wanted.norm()
         torch.testing.assert_close(lse.double(), sums, rtol=2e-2, atol=5e-2)
     assert len(ran) == len(cases) and not tactics.TABLE.failed

@@ -31,6 +31,7 @@ def check(found: tuple[torch.Tensor, torch.Tensor], inputs: list[torch.Tensor]) 
     q, kv, k_rope, *ends = inputs
     wanted, lse = reference.mla_prefill(q, *reference.joined(q, kv, k_rope), *ends, SCALE)
     assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
+    assert all(each.is_contiguous() for each in found)  # as export is told, whoever computed it
     torch.testing.assert_close(found[0].double(), wanted, rtol=2e-2, atol=8e-3)
     torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3)
 
