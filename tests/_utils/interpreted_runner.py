@@ -94,9 +94,9 @@ class InterpretedRanks:
         def meeting(rank: int) -> Meet:
             def meet(mine: Exchange) -> Sequence[Exchange]:
                 asked[rank] = mine  # type: ignore[call-overload]
-                barrier.wait(60)
+                barrier.wait(300)
                 together = list(asked)
-                barrier.wait(60)  # nobody writes the next one before all have read
+                barrier.wait(300)  # nobody writes the next one before all have read
                 return together  # type: ignore[return-value]
 
             return meet

@@ -33,7 +33,7 @@ def _fork(rank: int, world: int, store: Path, function: object) -> int:
     try:
         import torch.distributed as dist
 
-        dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), world, rank)
+        dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=300), world, rank)
         function()
         dist.barrier()
         dist.destroy_process_group()
