@@ -17,8 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+
+from tests._utils import random_checkpoint
 
 ROOT = Path(__file__).parents[1]
+QUICK = ("+hw=cpu", "engine.torch.compiler=export", "verify.tokens=512", "checkpoint=../two_layers")
+"""The words of `quick_build`, in the folder of a `Workspace`."""
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""A core has a worker already: threads of torch beside it wait for each other, in `verify` for half of the processor's time."""
 SEED = "PIPELINE_TEST_SEED"
 
 
@@ -96,14 +104,39 @@ class Workspace:
 
 
 @pytest.fixture(scope="session")
-def cpu_build(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """`python -m pipeline build +hw=cpu` on the embedded model, once for all workers: the others wait for the store's lock."""
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of all workers of this run."""
     base = tmp_path_factory.getbasetemp()
-    workspace = Workspace((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cpu_build")
-    workspace.folder.mkdir(exist_ok=True)
-    done = workspace.run("build", "+hw=cpu")
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def built(folder: Path, *words: str) -> Workspace:
+    """A workspace in which `build WORDS` was run: the first worker builds, the others wait for the store's lock."""
+    folder.mkdir(exist_ok=True)
+    done = Workspace(folder).run("build", *words)
     assert done.code == 0, done.out + done.err
-    return workspace
+    return Workspace(folder)
+
+
+@pytest.fixture(scope="session")
+def cpu_build(shared_folder: Path) -> Workspace:
+    """`python -m pipeline build +hw=cpu` on the embedded model."""
+    return built(shared_folder / "cpu_build", "+hw=cpu")
+
+
+@pytest.fixture(scope="session")
+def two_layers(shared_folder: Path) -> Path:
+    """A checkpoint with a layer of each kind."""
+    with FileLock(shared_folder / "two_layers.lock"):
+        if not (shared_folder / "two_layers").exists():
+            random_checkpoint.write(shared_folder / "two_layers", {"num_hidden_layers": 2})
+    return shared_folder / "two_layers"
+
+
+@pytest.fixture(scope="session")
+def quick_build(two_layers: Path) -> Workspace:
+    """The same stages on two layers and without the C++ compiler: seconds instead of minutes."""
+    return built(two_layers.parent / "quick_build", *QUICK)
 
 
 @pytest.fixture

@@ -10,17 +10,16 @@ import time
 import pytest
 import yaml
 
-from tests.conftest import Workspace
+from tests.conftest import QUICK, Workspace
 
-FAST = ("+hw=cpu", "engine.torch.compiler=export", "verify.tokens=512")
-"""The same graph without the C++ compiler: seconds instead of minutes."""
+STAGES = ("plan", "convert", "verify", "engine", "package")
 
 
 def test_the_build_leaves_a_repository_and_manifests(cpu_build: Workspace) -> None:
     repository = cpu_build.latest("package") / "repository"
     assert [path.name for path in repository.iterdir()] == ["tiny_r1"]
     assert (repository / "tiny_r1/config.pbtxt").is_file() and (repository / "tiny_r1/1/model.py").is_file()
-    for stage in ("plan", "convert", "verify", "engine", "package"):
+    for stage in STAGES:
         manifest = json.loads((cpu_build.latest(stage).parent / "manifest.json").read_text())
         assert {"key", "parts", "outputs", "digest", "seconds", "peak_memory_bytes", "config", "finished"} <= manifest.keys()
         assert manifest["parts"]["stage"] == stage and manifest["outputs"] and manifest["seconds"] > 0
@@ -89,25 +88,34 @@ def test_a_refused_precision_falls_back_where_the_user_lets_it(workspace: Worksp
     assert again.code == 0 and again.out.count("up to date") == 6, again.out
 
 
-def test_killed_at_random_moments_the_build_ends_with_the_same_bytes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """20 x kill -9 at random moments, then one build: digests as undisturbed, nothing half-visible in between."""
-    calm, harried = (Workspace(tmp_path_factory.mktemp(name)) for name in ("calm", "harried"))
-    assert calm.run("build", *FAST).code == 0
-    moments = random.Random(20).choices([moment / 20 for moment in range(2, 100)], k=20)
-    for moment in moments:
-        process = subprocess.Popen(
-            harried.command("build", *FAST), cwd=harried.folder, env=harried.env(), stdout=subprocess.DEVNULL
-        )
-        time.sleep(moment)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+def test_killed_at_random_moments_the_build_ends_with_the_same_bytes(quick_build: Workspace) -> None:
+    """kill -9 four times in each stage, then one build: digests as undisturbed, nothing half-visible in between."""
+    harried = Workspace(quick_build.folder.with_name("harried"))  # `QUICK` names the checkpoint from here
+    harried.folder.mkdir()
+    rng = random.Random(20)
+    for stage in [stage for stage in STAGES for _ in range(4)]:
+        seconds = json.loads((quick_build.latest(stage).parent / "manifest.json").read_text())["seconds"]
+        _kill_within(harried, stage, rng.uniform(0, 0.8 * seconds))
         for manifest in harried.store.glob("results/*/*/manifest.json"):
             described = json.loads(manifest.read_text())["outputs"]
             assert all((manifest.parent / "out" / name).stat().st_size == entry["size"] for name, entry in described.items())
-    done = harried.run("build", *FAST)
+    done = harried.run("build", *QUICK)
     assert done.code == 0, done.out + done.err
-    assert harried.digests() == calm.digests()
+    assert harried.digests() == quick_build.digests()
     assert not any((harried.store / "work").glob("*/*")), "nothing is left behind"
+
+
+def _kill_within(workspace: Workspace, stage: str, seconds: float) -> None:
+    """Build, and kill it so long after this stage began, or a later one, if an earlier build ended this one."""
+    later = STAGES[STAGES.index(stage) :]
+    process = subprocess.Popen(
+        workspace.command("build", *QUICK), cwd=workspace.folder, env=workspace.env(), stdout=subprocess.DEVNULL
+    )
+    while process.poll() is None and not any(next((workspace.store / "work" / name).glob("*"), None) for name in later):
+        time.sleep(0.01)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
 
 
 @pytest.mark.parametrize(("hw", "algorithm"), [("b200", "NVFP4"), ("h200", None)])

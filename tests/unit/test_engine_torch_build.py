@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ def make(out: Path, checkpoint: Path = TINY_R1, **settings: Any) -> Path:
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("exported") / "engine", compiler="export")
+def exported(quick_build: Workspace) -> Path:
+    """The one of two layers."""
+    return quick_build.latest("engine")
 
 
 @pytest.fixture(scope="session")
@@ -69,9 +71,14 @@ def engine(request: pytest.FixtureRequest) -> Any:
     return import_runtime(RUNTIME).CompiledEngine.load(request.getfixturevalue(request.param))
 
 
+@cache
+def reference_of(checkpoint: Path) -> deepseek_v3.DeepseekV3:
+    return deepseek_v3.build(Arch.from_dir(checkpoint), {name: torch.from_numpy(value) for name, value in dequantized(checkpoint)})
+
+
 @pytest.fixture(scope="session")
-def reference() -> deepseek_v3.DeepseekV3:
-    return deepseek_v3.build(ARCH, {name: torch.from_numpy(value) for name, value in dequantized(TINY_R1)})
+def reference(engine, two_layers: Path) -> deepseek_v3.DeepseekV3:
+    return reference_of(two_layers if engine.info["compiler"] == "export" else TINY_R1)
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +146,7 @@ def test_sizes_of_graphs_are_few(engine, monkeypatch) -> None:
     assert engine._captured_size(1, 300, 11) is None and engine._captured_size(5, 1, 3) == (8, 1, pages)
 
 
-def test_greedy_text_equals_transformers_token_for_token(compiled, reference, tmp_path) -> None:
+def test_greedy_text_equals_transformers_token_for_token(compiled, tmp_path) -> None:
     """64 tokens, on the dequantised weights, by an implementation that is not ours."""
     transformers = pytest.importorskip("transformers", reason="the independent implementation to compare with")
     from safetensors.torch import save_file
@@ -147,7 +154,7 @@ def test_greedy_text_equals_transformers_token_for_token(compiled, reference, tm
     table = json.loads((TINY_R1 / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in table.items() if k != "quantization_config"}))
     mtp = f"model.layers.{ARCH.num_hidden_layers}."
-    state = {k: v.contiguous() for k, v in reference.state_dict().items() if not k.startswith(mtp)}
+    state = {k: v.contiguous() for k, v in reference_of(TINY_R1).state_dict().items() if not k.startswith(mtp)}
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     peer = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     prompt = torch.randint(3, ARCH.vocab_size, (1, 300), generator=torch.Generator().manual_seed(6))
@@ -181,14 +188,12 @@ def test_runs_where_the_pipeline_is_not(request, tmp_path, kind: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("kind", ["compiled", "exported"])
-def test_a_form_is_the_same_bytes_again(request, tmp_path, kind: str) -> None:
-    """In another process and another temporary folder; one form, to save time."""
-    first = request.getfixturevalue(kind)
+def test_a_form_is_the_same_bytes_again(compiled, tmp_path) -> None:
+    """In another process and another temporary folder; one form, to save time. Exported ones: tests/integration/test_build.py."""
     for name in ("engine.json", "weights.safetensors"):
-        shutil.copyfile(first / name, tmp_path / name)
-    build.compile_forms(tmp_path, json.loads((first / "engine.json").read_text()) | {"forms": ["absorbed"]})
-    assert (tmp_path / "absorbed.pt2").read_bytes() == (first / "absorbed.pt2").read_bytes()
+        shutil.copyfile(compiled / name, tmp_path / name)
+    build.compile_forms(tmp_path, json.loads((compiled / "engine.json").read_text()) | {"forms": ["absorbed"]})
+    assert (tmp_path / "absorbed.pt2").read_bytes() == (compiled / "absorbed.pt2").read_bytes()
 
 
 def test_nothing_in_an_engine_names_a_folder_of_this_machine(compiled, exported) -> None:
@@ -257,10 +262,10 @@ def test_steps_out_of_bounds_are_refused(engine, tokens, positions, pages, words
 def test_threads_that_call_the_engine_are_limited(engine, monkeypatch) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    monkeypatch.setattr(engine, "threads", 1)
+    monkeypatch.setattr(engine, "threads", wanted := torch.get_num_threads() + 1)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(prefill, engine, torch.tensor([5])).result()
-        assert pool.submit(torch.get_num_threads).result() == 1
+        assert pool.submit(torch.get_num_threads).result() == wanted
 
 
 @pytest.mark.parametrize(
@@ -283,14 +288,14 @@ def test_cuda_without_a_gpu_is_refused(tmp_path) -> None:
 
 
 @torch.inference_mode()
-def test_limits_of_one_leave_no_dimension_open(exported, reference, ids) -> None:
+def test_limits_of_one_leave_no_dimension_open(exported, two_layers, ids) -> None:
     """One row of one page, and no expanded form."""
     settings = TorchEngineConfig(compiler="export", max_batch_size=1, max_seq_len=32, prefill_chunk=2)
-    info = build.describe(ARCH, settings, TINY_R1)
+    info = build.describe(Arch.from_dir(two_layers), settings, two_layers)
     assert info["forms"] == ["absorbed"] and info["num_pages"] == 2
     program = export_form(load_decoder(exported, "absorbed"), "absorbed", info)
     found = program.module()(ids[None, :2], torch.tensor([[0, 1]]), torch.tensor([[1]]), new_caches(info))
-    assert (found - reference(ids[None, :2])[:, -1]).abs().max() < TOLERANCE
+    assert (found - reference_of(two_layers)(ids[None, :2])[:, -1]).abs().max() < TOLERANCE
 
 
 def test_without_a_compiler_auto_exports_and_aoti_is_refused(monkeypatch) -> None:
