@@ -25,9 +25,10 @@ def mla_decode(
         rows = cache[pages[: -(-length // cache.shape[1])]].flatten(0, 1)[:length].double() * kv_scale
         scores = queries @ rows.t() * scale  # [T, A, S]
         last = torch.arange(length - len(queries), length, device=q.device).view(-1, 1, 1)
-        scores = scores.masked_fill(torch.arange(length, device=q.device) > last, float("-inf"))
+        unseen = torch.arange(length, device=q.device) > last
+        scores = scores.masked_fill(unseen, float("-inf"))
         lse = scores.logsumexp(-1)
-        weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0)
+        weights = (scores - lse.unsqueeze(-1)).exp().masked_fill(unseen, 0)
         outs.append(weights @ rows[:, :latent])
         sums.append(lse)
     if not outs:

@@ -27,11 +27,11 @@ struct Piece {
   }
 };
 
-// Two BF16 -> two FP16, at most its largest number.
-__device__ __forceinline__ u32 to_operands(u32 pair) {
-  const float most = 65504.f, first = first_of(pair), second = second_of(pair);
-  return operand_pair(fminf(fmaxf(first, -most), most), fminf(fmaxf(second, -most), most));
-}
+// At most FP16's largest number; fminf and fmaxf would make one of NaN.
+__device__ __forceinline__ float within(float value) { return value != value ? value : fminf(fmaxf(value, -65504.f), 65504.f); }
+
+// Two BF16 -> two FP16.
+__device__ __forceinline__ u32 to_operands(u32 pair) { return operand_pair(within(first_of(pair)), within(second_of(pair))); }
 
 // One thread: a block's rows, which follow each other in the cache, are brought into the L2.
 __device__ __forceinline__ void prefetch(const char* cache, int row) {

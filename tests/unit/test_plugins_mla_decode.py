@@ -42,8 +42,8 @@ def check(found: tuple[torch.Tensor, torch.Tensor], inputs: list[torch.Tensor], 
     wanted, lse = reference.mla_decode(*inputs, SCALE, op.LATENT, kv_scale)
     assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
     assert all(each.is_contiguous() for each in found)  # as export is told, whoever computed it
-    torch.testing.assert_close(found[0].double(), wanted, rtol=2e-2, atol=8e-3)
-    torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found[0].double(), wanted, rtol=2e-2, atol=8e-3, equal_nan=True)
+    torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -56,6 +56,20 @@ def test_op_vs_reference(fp8: bool, kv_scale: float, device: str) -> None:
     for lengths, heads, page, queries in cases:
         inputs = case(device, lengths, heads, page, queries, fp8)
         check(torch.ops.r1_pipeline.mla_decode(*inputs, SCALE, op.LATENT, kv_scale), inputs, kv_scale)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_is_nan_spoils_those_who_see_it(fp8: bool, device: str) -> None:
+    """A query itself, which no rounding may make a number of, and all heads of a sequence by one of its tokens."""
+    q, cache, table, lengths = case(device, [130, 70, 5], 16, fp8=fp8)
+    q[0, 0, 3, 7] = torch.nan
+    cache.view(torch.uint8)[int(table[1, 1]), 2] = 0xFF
+    out, lse = op.mla_decode(q, cache, table, lengths, SCALE, op.LATENT)
+    check((out, lse), [q, cache, table, lengths])
+    spoilt = torch.zeros(3, 1, 16, dtype=torch.bool, device=device)
+    spoilt[0, 0, 3] = spoilt[1] = True
+    assert torch.equal(lse.isnan(), spoilt) and torch.equal(out.isnan(), spoilt.unsqueeze(3).expand_as(out))
 
 
 @pytest.mark.parametrize("device", DEVICES)
