@@ -111,7 +111,7 @@ def watched(tool: str) -> list[str]:
 
 def run(command: list[str], limit: int) -> tuple[int, str]:
     """Exit status and output; all of the process's children end with it."""
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = {"OMP_NUM_THREADS": "2"} | os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else each takes every core
     merged = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **merged) as process:
         try:

@@ -1,4 +1,7 @@
-"""A plugin of pytest that keeps the tests which only run where there is a GPU: `python -m pytest -p tests._utils.only_gpu FILE`."""
+"""A plugin of pytest that keeps the tests which only run where there is a GPU: `python -m pytest -p tests._utils.only_gpu FILE`.
+
+Their references run on the CPU: several such processes want OMP_NUM_THREADS=2, or each takes every core.
+"""
 
 from __future__ import annotations
 

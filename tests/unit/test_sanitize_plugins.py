@@ -40,6 +40,7 @@ def test_tests_that_capture_are_named_so_and_left_out() -> None:
     ("echo '========= ERROR SUMMARY: 0 errors'; echo '2 skipped in 1.20s'", False, "ERROR SUMMARY: 0 errors"),
     ("echo '========= RACECHECK SUMMARY: 0 hazards displayed'; echo '1 failed, 2 passed in 3.00s'; exit 1", False, "1 failed"),
     ("echo '========= ERROR SUMMARY: 0 errors'; echo '9 deselected in 1.20s'; exit 5", True, "nothing that racecheck can run"),
+    ("echo '========= ERROR SUMMARY: 0 errors'; echo \"$OMP_NUM_THREADS passed in 1.20s\"", True, "0 errors; 2 passed"),
     ("sleep 30", False, "not done in 1 s"),
 ])  # fmt: skip
 def test_what_is_clean(body: str, clean: bool, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +48,7 @@ def test_what_is_clean(body: str, clean: bool, text: str, tmp_path: Path, monkey
     tool.write_text(f"#!/bin/sh\n{body}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     verdict = checked(["topk_router", "trt"], "racecheck", 1, tmp_path)
     assert verdict.clean == clean and text in verdict.text
     assert (tmp_path / "topk_router_trt_racecheck.log").is_file()
