@@ -1,4 +1,4 @@
-"""What all test files share: one real build for this machine, made once, and the seed of what a test draws at random.
+"""What all test files share: real builds for this machine, made once, their order, and the seed of what is drawn at random.
 
 A run takes a fresh seed, prints it before the first test and again if one fails; the environment variable PIPELINE_TEST_SEED
 repeats it. Each test gets a seed of its own from it and the test's name, so neither the order nor the workers matter.
@@ -13,6 +13,7 @@ import secrets
 import subprocess
 import sys
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +25,31 @@ from tests._utils import random_checkpoint
 ROOT = Path(__file__).parents[1]
 QUICK = ("+hw=cpu", "engine.torch.compiler=export", "verify.tokens=512", "checkpoint=../two_layers")
 """The words of `quick_build`, in the folder of a `Workspace`."""
+LONG = ("engine_torch_build", "build", "tensorrt_engine", "tensorrt_network", "engine_torch_plugins", "onnx", "verify", "recipes")
+"""Files that take longest, longest first."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """A core has a worker already: threads of torch beside it wait for each other, in `verify` for half of the processor's time."""
+
 SEED = "PIPELINE_TEST_SEED"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(SEED, str(secrets.randbelow(2**32)))  # workers inherit the environment
+    config.option.loadscopereorder = False  # xdist's own order is by how many tests a file has, which would undo the one below
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where workers share the files, long ones start first, then those that wait for servers, so that no worker ends alone."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    tests, ranks = Counter(item.path for item in items), {f"test_{name}.py": rank for rank, name in enumerate(LONG)}
+
+    def place(item: pytest.Item) -> tuple[int, bool, int, str]:
+        path = item.path
+        return ranks.get(path.name, len(LONG)), path.parent.name != "integration", -tests[path], path.as_posix()
+
+    items.sort(key=place)
 
 
 def pytest_report_header() -> str:
