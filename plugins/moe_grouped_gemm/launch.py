@@ -32,6 +32,8 @@ CTAS = {False: 2, True: 1}
 COLUMNS = {False: 128, True: 256}
 """What rows must be multiples of."""
 PERMUTE_THREADS, GATHER_THREADS, PRODUCT_THREADS = 1024, 256, 384
+MOST_CHOSEN = 32
+"""Experts of a token."""
 RESIDENT = 8
 """Blocks of GATHER_THREADS on a multiprocessor."""
 HALF, BOX, MORE = 128, 8, 32
@@ -68,7 +70,7 @@ class Products(NamedTuple):
 def has_kernel(x: Tensor, gate_up: Weights, top_k: int) -> bool:
     """Whether the kernels take these sizes on this device."""
     unit, hidden, width = COLUMNS[len(gate_up) == 3], x.shape[1], gate_up[0].shape[1] // 2
-    sizes = hidden % unit == 0 and width % unit == 0 and 0 < len(gate_up[0]) <= PERMUTE_THREADS and 0 < top_k <= 32
+    sizes = hidden % unit == 0 and width % unit == 0 and 0 < len(gate_up[0]) <= PERMUTE_THREADS and 0 < top_k <= MOST_CHOSEN
     return x.is_cuda and sizes and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 

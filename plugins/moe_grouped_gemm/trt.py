@@ -25,11 +25,12 @@ def _shapes(sizes: Sizes, **_: object) -> Sequence[Sequence[Size]]:
 
 def _refusal(sizes: Sizes, **_: object) -> str:
     nvfp4 = "gate_up_scale_2" in sizes
-    hidden, (experts, both, _), unit = sizes["x"][1], sizes["gate_up"], launch.COLUMNS[nvfp4]
-    if hidden % unit == 0 and both // 2 % unit == 0 and experts <= launch.PERMUTE_THREADS:
+    hidden, (experts, both, _), unit, chosen = sizes["x"][1], sizes["gate_up"], launch.COLUMNS[nvfp4], sizes["indices"][1]
+    few = experts <= launch.PERMUTE_THREADS and 0 < chosen <= launch.MOST_CHOSEN
+    if hidden % unit == 0 and both // 2 % unit == 0 and few:
         return ""
-    found = f"{experts} of {hidden} x {both // 2}"
-    return f"the kernels take up to {launch.PERMUTE_THREADS} experts of multiples of {unit}, not {found}"
+    most = f"up to {launch.PERMUTE_THREADS} experts of multiples of {unit}, {launch.MOST_CHOSEN} a token"
+    return f"the kernels take {most}, not {experts} of {hidden} x {both // 2}, {chosen} a token"
 
 
 def _fp8(*tensors: Tensor, first_expert: int) -> Sequence[Tensor]:

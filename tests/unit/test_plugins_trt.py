@@ -97,6 +97,12 @@ def test_sizes_of_the_case_have_a_kernel_and_odd_ones_have_not(name: str) -> Non
     assert "not" in plugin.refusal(trt.sizes(plugin, odd), **attributes)
 
 
+def test_more_experts_a_token_than_the_kernel_holds_are_refused() -> None:
+    plugin, (_, [x, _, _, *matrices], attributes, _) = plugin_of("moe_fp8_block"), HOST["moe_fp8_block"]
+    shapes = [x, [3, 33], [3, 33], *matrices]
+    assert "not 4 of 256 x 256, 33 a token" in plugin.refusal(trt.sizes(plugin, shapes), **attributes)
+
+
 @pytest.mark.parametrize(("name", "sm", "why"), [
     ("topk_router", 80, ""), ("topk_router", 75, "the kernel needs SM80 or newer, not SM75"), ("router_gemm", 120, ""),
     ("mla_decode", 90, ""), ("mla_decode", 100, "the kernel is for SM90 alone, not SM100"),
