@@ -227,7 +227,8 @@ def layout(results: Any) -> list[tuple[Any, ...]]:
 
 def lying() -> Iterator[tuple[Any, list[Any]]]:
     """Ops with what they take."""
-    ends, fp8, nvfp4 = t(3, dtype=I32), *experts(8, 512, 256)
+    ends = torch.tensor([0, 35, 70], dtype=I32), torch.tensor([0, 50, 100], dtype=I32)
+    fp8, nvfp4 = experts(8, 512, 256)
     routes = [t(5, 2, dtype=I32), t(5, 2, dtype=F32)]
     pages = t(4, 64, 576), t(3, 8, dtype=I32), t(3, dtype=I32)
     yield router_gemm.router_gemm, [t(5, 7168), t(256, 7168)]
@@ -242,8 +243,8 @@ def lying() -> Iterator[tuple[Any, list[Any]]]:
     yield quantize.tile_nvfp4_scales, [t(5, 16, dtype=FP8)]
     yield kv_quantize.kv_quantize, [t(130, 576), 64, 0.999, False]
     yield mla_decode.mla_decode, [t(3, 2, 128, 576), *pages, 0.1, 512, 1.0]
-    yield mla_prefill.mla_prefill, [t(70, 16, 192), t(100, 16, 192), t(100, 16, 128), ends, ends, 0.1]
-    yield mla_prefill.mla_prefill_kv, [t(70, 16, 192), t(100, 16, 256), t(100, 64), ends, ends, 0.1]
+    yield mla_prefill.mla_prefill, [t(70, 16, 192), t(100, 16, 192), t(100, 16, 128), *ends, 0.1]
+    yield mla_prefill.mla_prefill_kv, [t(70, 16, 192), t(100, 16, 256), t(100, 64), *ends, 0.1]
     yield mla_absorb.absorb_query, [t(5, 16, 192), t(16, 128, 512)]
     yield mla_absorb.absorb_output, [t(5, 16, 512), t(16, 128, 512)]
     yield moe.moe_fp8_block, [t(5, 512), *routes, *fp8, 0, t(128, 512), t(512, 64)]
@@ -252,7 +253,10 @@ def lying() -> Iterator[tuple[Any, list[Any]]]:
     yield nvfp4_convert.fp8_block_to_nvfp4, [t(256, 512, dtype=FP8), t(2, 4, dtype=F32), t(dtype=F32), False]
 
 
-@pytest.mark.parametrize(("op", "given"), [pytest.param(*case, id=f"{case[0]._name}-{i}") for i, case in enumerate(lying())])
+EACH = pytest.mark.parametrize(("op", "given"), [pytest.param(*case, id=f"{case[0]._name}-{i}") for i, case in enumerate(lying())])
+
+
+@EACH
 def test_results_lie_as_export_is_told(launches: Launches, monkeypatch: pytest.MonkeyPatch, op: Any, given: list[Any]) -> None:
     """Compiled engines take results by the strides that the op's shapes promised, whatever lies behind its inputs."""
     monkeypatch.setattr(moe.shared, "beside", lambda *_: lambda: given[0])
@@ -263,3 +267,14 @@ def test_results_lie_as_export_is_told(launches: Launches, monkeypatch: pytest.M
             continue
         found = on_gpu(op)(*inputs)
         assert layout(found) == layout(op(*map(described, inputs))), f"input {place}"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no GPU beside the first one here")
+@EACH
+def test_ops_on_another_gpu_than_the_current_one(op: Any, given: list[Any]) -> None:
+    inputs = [value.to("cuda:1") if isinstance(value, torch.Tensor) else value for value in given]
+    pairs = zip(*([each] if isinstance(each, torch.Tensor) else each for each in (op(*inputs), op(*given))), strict=True)
+    for found, wanted in pairs:
+        assert found.device == inputs[0].device and torch.cuda.current_device() == 0
+        if op is not moe.moe_permute:  # whose pairs of an expert come in no order
+            torch.testing.assert_close(found.float().cpu(), wanted.float(), equal_nan=True)
