@@ -15,7 +15,7 @@ import hashlib
 import importlib.util
 import os
 import re
-import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -202,9 +202,9 @@ def _cached(source: bytes, options: Sequence[str]) -> bytes:
     file = folder / f"{known}-{'.'.join(map(str, compiler_version()))}.cubin"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as temporary:
-            temporary.write(compile_source(source, options))
-        os.replace(temporary.name, file)
+        partial = folder / f"{file.stem}.{os.getpid()}.{threading.get_ident()}"
+        partial.write_bytes(compile_source(source, options))
+        partial.replace(file)
     return file.read_bytes()
 
 
