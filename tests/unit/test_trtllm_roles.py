@@ -32,6 +32,8 @@ from pipeline.planner.setup import Layout, Setup
 from tests._utils.trtllm import RECIPES, Notes
 
 R1_B200 = ("+hw=b200", "model=deepseek_r1")
+FIXED = (*R1_B200, "parallel=adp8_ep8")
+"""What the search finds for it, without the search."""
 APART = (*R1_B200, "engine.trtllm.serving=disaggregated", "hw.num_nodes=2")
 
 
@@ -123,6 +125,7 @@ class TestApart:
         assert "cannot take a prompt" in "\n".join(lint([together], Target(version="1.2", config=ctx.config, load=True)).lines())
 
     def test_alike_instances_have_one_row(self, tmp_path):
+        assert plan_of(*R1_B200).report["layout"] == plan_of(*FIXED).report["layout"]
         ctx = built(tmp_path, *R1_B200)
         assert read_json(ctx.out / "engine.json")["instances"] == [
             {"role": "aggregated", "count": 1, "tp": 8, "pp": 1, "gpus_per_instance": 8, "llm_args": "llm_args.yaml"}
@@ -148,14 +151,14 @@ class TestSettings:
         ],
     )
     def test_reaches_the_engine(self, setting, path, value):
-        (found,) = args_of(*R1_B200, setting)
+        (found,) = args_of(*FIXED, setting)
         for part in path.split("."):
             found = (found or {}).get(part)
         assert found == value
 
     def test_more_places_for_experts_cost_memory(self):
         held = [
-            next(row["bytes"] for row in plan_of(*R1_B200, *more).report["memory"]["rows"] if row["component"] == "routed_experts")
+            next(row["bytes"] for row in plan_of(*FIXED, *more).report["memory"]["rows"] if row["component"] == "routed_experts")
             for more in ((), ("engine.trtllm.expert_slots=288",))
         ]
         assert held[1] / held[0] == pytest.approx(288 / 256, rel=1e-6)
@@ -177,17 +180,17 @@ class TestSettings:
     )
     def test_what_cannot_be_is_refused_by_the_plan(self, setting, said):
         with pytest.raises(ConfigError, match=said):
-            plan_of(*R1_B200, setting)
+            plan_of(*FIXED, setting)
 
     def test_what_predictions_do_not_know_is_told(self):
         more = "+engine.trtllm.args={max_beam_width: 2, print_iter_log: true, kv_cache_config: {max_tokens: 1000}}"
         said = "engine.trtllm.args: max_beam_width, kv_cache_config.max_tokens are handed on as given"
-        assert [note for note in plan_of(*R1_B200, more).report["warnings"] if note.startswith(said)]
-        assert not [note for note in plan_of(*R1_B200).report["warnings"] if "engine.trtllm.args" in note]
+        assert [note for note in plan_of(*FIXED, more).report["warnings"] if note.startswith(said)]
+        assert not [note for note in plan_of(*FIXED).report["warnings"] if "engine.trtllm.args" in note]
 
     def test_places_for_experts_divide_over_the_ranks(self):
         with pytest.raises(ConfigError, match="290"):
-            plan_of(*R1_B200, "engine.trtllm.expert_slots=290", "parallel=adp8_ep8")
+            plan_of(*FIXED, "engine.trtllm.expert_slots=290")
 
     @pytest.mark.parametrize(
         ("version", "said"),
@@ -206,7 +209,7 @@ class TestSettings:
     def test_rules_judge_the_users_own_arguments(self):
         more = "+engine.trtllm.args={speculative_config: {use_relaxed_acceptance_for_thinking: true}}"
         with pytest.raises(ConfigError, match="attention DP cannot be enabled at the same time"):
-            plan_of(*R1_B200, "engine.trtllm.mtp=1", more)
+            plan_of(*FIXED, "engine.trtllm.mtp=1", more)
 
 
 class TestWithTheEngineHere:
@@ -240,10 +243,10 @@ class TestWithTheEngineHere:
 
     def test_what_it_refuses_is_the_stages_error(self, judged, tmp_path):
         with pytest.raises(StageError, match=r"TensorRT-LLM 1\.2\.1 refuses the arguments: 1 validation error for TorchLlmArgs"):
-            built(tmp_path, *R1_B200, "+engine.trtllm.args.print_iter_log=true")
+            built(tmp_path, *FIXED, "+engine.trtllm.args.print_iter_log=true")
 
     def test_another_line_is_not_asked(self, judged, tmp_path):
-        ctx = built(tmp_path, *R1_B200, "engine.trtllm.version=1.3")
+        ctx = built(tmp_path, *FIXED, "engine.trtllm.version=1.3")
         assert judged == [] and "tensorrt_llm of that line is not installed" in read_json(ctx.out / "engine.json")["not_run"]
 
 
