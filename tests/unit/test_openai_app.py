@@ -282,10 +282,24 @@ def test_an_error_before_the_first_text_has_its_status_and_one_after_it_is_an_ev
 
 
 def test_a_stream_that_waits_long_begins_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, real = [], app_module._write
+
+    async def write(response: web.StreamResponse, data: bytes) -> None:
+        written.append(data)
+        await real(response, data)
+
+    class Late(Double):
+        async def generate(self, *asked: Any, **options: Any) -> AsyncIterator[Piece]:
+            await wait(lambda: written.count(b": keep-alive\n\n") > 3)
+            async for piece in super().generate(*asked, **options):
+                yield piece
+
     monkeypatch.setattr(app_module, "PING", 0.05)
+    monkeypatch.setattr(app_module, "_write", write)
 
     async def test(session: aiohttp.ClientSession, model: Double) -> None:
         for error in (None, ApiError(429, "full", code="queue_full")):
+            written.clear()
             model.words, model.error = ([], error) if error else (["one"], None)
             async with session.post("/v1/completions", json=TEXT | {"stream": True}) as reply:
                 assert reply.status == 200
@@ -293,7 +307,7 @@ def test_a_stream_that_waits_long_begins_with_comments(monkeypatch: pytest.Monke
             assert first[0] == ": keep-alive" and len(first) > 2
             assert end == "data: [DONE]" if error is None else json.loads(end[6:]) == error.body(), last
 
-    serving(test, Double(pause=0.3))
+    serving(test, Late())
 
 
 def test_a_mistake_of_the_gateway_s_own_has_the_shape_too(caplog: pytest.LogCaptureFixture) -> None:
