@@ -63,8 +63,9 @@ async def _serve(service: Service, listener: socket.socket) -> None:
     """One worker, until it is told to stop or another one dies."""
     logging.getLogger("aiohttp.server").addFilter(_Quiet())
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (*STOPS, signal.SIGCHLD):
+    for number in STOPS:
         loop.add_signal_handler(number, stopped.set)
+    loop.add_signal_handler(signal.SIGCHLD, lambda: _a_worker_ended() and stopped.set())
     # handler_cancellation: a client that leaves ends its handler, and so its generation.
     # auto_decompress off: a small body that unpacks into a large one is refused, not unpacked.
     runner = web.AppRunner(
@@ -77,6 +78,11 @@ async def _serve(service: Service, listener: socket.socket) -> None:
         await stopped.wait()
     finally:
         await runner.cleanup()
+
+
+def _a_worker_ended() -> bool:
+    """Whether one may be waited for: one that only pauses, or goes on, sends the same signal."""
+    return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _fork(service: Service, host: str, port: int) -> int:

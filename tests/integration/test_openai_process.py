@@ -91,6 +91,24 @@ def test_a_gateway_outlives_its_server(tmp_path: Path) -> None:
     assert process.wait(60) == 0
 
 
+def test_a_worker_may_pause_but_not_die(tmp_path: Path) -> None:
+    """A worker that is stopped and goes on is no reason to end; one that is killed ends all."""
+    [port], tokenizer = serving.free_ports(1), write_tokenizer(tmp_path / "tokenizer")
+    words = ["--grpc", f"127.0.0.1:{port}", "--model", "any", "--tokenizer", str(tokenizer), "--port", "0", "--workers", "2"]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-m", "pipeline.openai", *words], **piped, text=True)
+    assert process.stdout and process.stderr
+    url = process.stdout.readline().split()[-1]
+    [worker] = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    for number, state in ((signal.SIGSTOP, "T"), (signal.SIGCONT, "S")):
+        os.kill(worker, number)
+        serving.wait(lambda state=state: Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[0] == state)
+    with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=60) as client:
+        assert not healthy(client) and process.poll() is None
+    os.kill(worker, signal.SIGKILL)
+    assert process.wait(60) == 3 and "A worker of the OpenAI gateway died" in process.stderr.read()
+
+
 def test_a_model_whose_process_died_is_not_healthy(tmp_path: Path) -> None:
     """Triton goes on to say that it is ready."""
     serve = config(tokenizer=str(write_tokenizer(tmp_path / "tokenizer"))).serve
