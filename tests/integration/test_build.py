@@ -5,7 +5,9 @@ import random
 import resource
 import signal
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -90,8 +92,7 @@ def test_a_refused_precision_falls_back_where_the_user_lets_it(workspace: Worksp
 
 def test_killed_at_random_moments_the_build_ends_with_the_same_bytes(quick_build: Workspace) -> None:
     """kill -9 four times in each stage, then one build: digests as undisturbed, nothing half-visible in between."""
-    harried = Workspace(quick_build.folder.with_name("harried"))  # `QUICK` names the checkpoint from here
-    harried.folder.mkdir()
+    harried = Workspace(Path(tempfile.mkdtemp(dir=quick_build.folder.parent)))  # `QUICK` names the checkpoint from here
     rng = random.Random(20)
     for stage in [stage for stage in STAGES for _ in range(4)]:
         seconds = json.loads((quick_build.latest(stage).parent / "manifest.json").read_text())["seconds"]
