@@ -69,7 +69,7 @@ def test_ladder_vs_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(row["us"], row["gain"]) for row in rows} == {(17.0, 1.0)} and rows[0]["error"] == 0
     quantised = list(_layer.STEPS).index("moe_grouped_gemm") + 1
     for place, row in enumerate(rows):
-        assert row["error"] < (0.012 if place < quantised else 0.07) and row["rerouted"] < 0.5, row
+        assert row["error"] < (0.012 if place < quantised else 0.08) and row["rerouted"] < 0.5, row
 
 
 def test_blocks_are_not_cut() -> None:
