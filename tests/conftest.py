@@ -72,6 +72,13 @@ def _seeded(request: pytest.FixtureRequest) -> None:
         torch.manual_seed(seed)
 
 
+@pytest.fixture(autouse=True)
+def _threads() -> None:
+    """As many as the environment says: an engine that ran in this process sets its own number, one for each core, for good."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+
+
 @dataclass(frozen=True)
 class Run:
     """One finished command."""
