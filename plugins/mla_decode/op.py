@@ -49,10 +49,8 @@ def mla_decode(
         return _plain(q, cache, table, lengths, scale, latent, kv_scale)
     q, cache, table, lengths = (aligned(tensor) for tensor in (q, cache, table, lengths))
     given, name = (q, cache, table, lengths), _fastest(q, cache, table, kv_scale)
-    if name == OURS:
-        return _ours(*given, scale, latent, kv_scale)
-    theirs = functools.partial(tactics.THEIRS[name], *given, scale, latent, kv_scale)
-    return tactics.TABLE.attempt(name, theirs, lambda: _ours(*given, scale, latent, kv_scale))
+    rest = scale, latent, kv_scale
+    return tactics.TABLE.attempt(name, lambda: tactics.THEIRS[name](*given, *rest), lambda: _ours(*given, *rest))
 
 
 def _ours(

@@ -16,7 +16,6 @@ is NaN or infinite in a key spoils the queries that see it; in a value, queries 
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from torch import Tensor
 from pipeline.core.errors import ConfigError
 from plugins.mla_prefill import reference, tactics
 from plugins.nvrtc import Source, heads_matrix, processors, tensor_map
-from plugins.tactics import OURS
 
 __all__ = ["has_kernel", "launch", "mla_prefill", "mla_prefill_kv"]
 
@@ -48,12 +46,13 @@ def mla_prefill(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, sca
     _check(q, k, v, cu_q, cu_k, scale)
     if not has_kernel(q, ROPE, v.shape[2]) or not len(k):
         return _plain(q, k, v, cu_q, cu_k, scale)
-    name, parts = _fastest(q, k, cu_q), (k[..., :NOPE], k[..., NOPE:], v)
-    if name == OURS:
-        return _ours(q, *parts, cu_q, cu_k, scale)
-    rows = [x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v)]
-    theirs = functools.partial(tactics.THEIRS[name], *rows, cu_q.contiguous(), cu_k.contiguous(), scale)
-    return tactics.TABLE.attempt(name, theirs, lambda: _ours(q, *parts, cu_q, cu_k, scale))
+    name = _fastest(q, k, cu_q)
+
+    def theirs() -> tuple[Tensor, Tensor]:
+        rows = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+        return tactics.THEIRS[name](*rows, cu_q.contiguous(), cu_k.contiguous(), scale)
+
+    return tactics.TABLE.attempt(name, theirs, lambda: _ours(q, k[..., :NOPE], k[..., NOPE:], v, cu_q, cu_k, scale))
 
 
 @torch.library.custom_op("r1_pipeline::mla_prefill_kv", mutates_args=(), device_types="cuda")
@@ -69,11 +68,12 @@ def mla_prefill_kv(
     return _ours(q, kv[..., :NOPE], k_rope.unsqueeze(1), kv[..., NOPE:], cu_q, cu_k, scale)
 
 
-def _ours(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The kernel's results: `rest` is `launch`'s."""
+def _ours(
+    q: Tensor, key: Tensor, rope: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The kernel's results, of what `launch` takes."""
     out, lse = _outputs(q, VALUES)
-    *inputs, scale = rest
-    launch(q, *inputs, out, lse, scale)
+    launch(q, key, rope, value, cu_q, cu_k, out, lse, scale)
     return out, lse
 
 

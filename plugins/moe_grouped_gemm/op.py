@@ -113,10 +113,7 @@ def _experts(
     matrices = (tuple(map(aligned, parts)) for parts in (gate_up, down))
     given = aligned(x), _narrow(indices), aligned(weights), *matrices, out, first_expert
     ours = functools.partial(launch.experts, *given, added=added)
-    if (name := _fastest(x, gate_up)) == OURS:
-        ours()
-    else:
-        tactics.TABLE.attempt(name, functools.partial(ours, products=tactics.DEEP_GEMM), ours)
+    tactics.TABLE.attempt(_fastest(x, gate_up), functools.partial(ours, products=tactics.DEEP_GEMM), ours)
     return out
 
 
