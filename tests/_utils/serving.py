@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -55,6 +55,16 @@ def wait(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() - begin < seconds, "it did not come true in time"
         time.sleep(0.01)
+
+
+def spread_over(stream: Callable[[], Iterable[Any]], seconds: float) -> bool:
+    """Whether the chunks of a stream come over more than so long; once in ten, as a busy machine may read the first one late."""
+
+    def spread() -> float:
+        times = [chunk.seconds for chunk in stream()]
+        return times[-1] - times[0]
+
+    return any(spread() > seconds for _ in range(10))
 
 
 def free_ports(count: int) -> list[int]:

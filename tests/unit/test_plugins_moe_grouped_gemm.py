@@ -52,8 +52,6 @@ FORMS = {
 }
 
 
-
-
 def by_hand(compute: Callable[..., torch.Tensor], inputs: list[torch.Tensor], first: int = 0) -> torch.Tensor:
     """What a form of the experts makes of x, indices, weights, and the parts of gate_up and of down."""
     half = len(inputs[3:]) // 2
