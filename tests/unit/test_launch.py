@@ -211,8 +211,10 @@ def test_the_liveness_probe_does_not_find_its_own_shell(tmp_path):
     assert "stub" in looked_for
     alive = [*probe[:-1], f"{looked_for.replace('stub', tmp_path.name)} && true"]
     assert subprocess.run(alive, check=False).returncode == 1
-    stub = subprocess.Popen(["bash", "-c", "read -r line", f"triton_python_backend_{tmp_path.name}"], stdin=subprocess.PIPE)
+    command = ["bash", "-c", "echo; read -r line", f"triton_python_backend_{tmp_path.name}"]
+    stub = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        assert stub.stdout and stub.stdout.readline() == b"\n", "it has its name from here on"
         assert subprocess.run(alive, check=False).returncode == 0
     finally:
         stub.communicate(b"\n")
