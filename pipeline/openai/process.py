@@ -30,7 +30,7 @@ BACKLOG = 1024
 
 
 def run(settings: Settings, host: str, port: int, emit: Callable[[str], None]) -> None:
-    """Listen until SIGINT or SIGTERM; `emit` gets the URL once clients can connect.
+    """Listen until SIGINT or SIGTERM; `emit` gets the URL once clients can connect and signals are heard.
 
     Raises:
         ConfigError: the tokenizer or the port cannot be used.
@@ -39,13 +39,13 @@ def run(settings: Settings, host: str, port: int, emit: Callable[[str], None]) -
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client holds one, and the usual limit is 1024
     service = Service(settings)
-    with _listener(host, port, shared=False) as probe:  # among sockets that share, nobody would say that it is taken
-        port = probe.getsockname()[1]
+    if port:  # among sockets that share, nobody would say that it is taken
+        _listener(host, port, shared=False).close()
     with _listener(host, port, shared=settings.workers > 1) as listener:
+        port = listener.getsockname()[1]
         workers = [_fork(service, host, port) for _ in range(settings.workers - 1)]
-        emit(f"openai   http://{_reachable(host)}:{port}/v1")
         try:
-            asyncio.run(_serve(service, listener))
+            asyncio.run(_serve(service, listener, lambda: emit(f"openai   http://{_reachable(host)}:{port}/v1")))
         finally:
             died = [_end(worker) for worker in workers]
     if any(died):
@@ -59,8 +59,8 @@ class _Quiet(logging.Filter):
         return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
-async def _serve(service: Service, listener: socket.socket) -> None:
-    """One worker, until it is told to stop or another one dies."""
+async def _serve(service: Service, listener: socket.socket, tell: Callable[[], None] = lambda: None) -> None:
+    """One worker, until it is told to stop or another one dies. `tell` is called once it serves."""
     logging.getLogger("aiohttp.server").addFilter(_Quiet())
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in STOPS:
@@ -75,14 +75,18 @@ async def _serve(service: Service, listener: socket.socket) -> None:
     await runner.setup()
     try:
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
-        await stopped.wait()
+        tell()
+        if not _a_worker_ended():  # before its signal was listened to
+            await stopped.wait()
     finally:
         await runner.cleanup()
 
 
 def _a_worker_ended() -> bool:
     """Whether one may be waited for: one that only pauses, or goes on, sends the same signal."""
-    return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    with contextlib.suppress(ChildProcessError):  # there are none
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def _fork(service: Service, host: str, port: int) -> int:
