@@ -53,10 +53,10 @@ class Endpoint:
         """Prometheus page."""
         return f"http://{self.reachable}:{self.metrics_port}/metrics"
 
-    def ready(self) -> bool:
-        """True if the server and all its models say they are ready."""
+    def ready(self, timeout: float = TIMEOUT) -> bool:
+        """True if the server and all its models say, within so many seconds, that they are ready."""
         try:
-            with urllib.request.urlopen(f"{self.http_url}/v2/health/ready", timeout=2):
+            with urllib.request.urlopen(f"{self.http_url}/v2/health/ready", timeout=timeout):
                 return True
         except OSError:
             return False

@@ -43,6 +43,8 @@ INSTALL_LINE = "pip install --no-deps nvidia-pytriton==0.7.0 'numpy<2'"
 WHEEL = "24.10"
 """Release of Triton that the wheel holds."""
 POLL = 0.05
+READY_SECONDS = 2.0
+"""For the answer whether it is ready, while it starts."""
 EXIT_TIMEOUT = 5
 """Seconds that requests in flight get when the server is told to stop."""
 HARMLESS = (
@@ -258,7 +260,7 @@ def _endpoint(config: ServeConfig) -> Endpoint:
 
 def _wait_ready(process: subprocess.Popen[bytes], endpoint: Endpoint, timeout: float, log: Path) -> float:
     begin = time.monotonic()
-    while not endpoint.ready():
+    while not endpoint.ready(READY_SECONDS):
         if process.poll() is not None:
             raise StageError(
                 f"tritonserver ended with code {process.returncode} before it was ready:\n{meaningful(log)}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.config.schema import ServeConfig
 from pipeline.core.errors import ConfigError, MissingToolError
-from pipeline.triton import server, smoke
+from pipeline.triton import checks, server, smoke
 from pipeline.triton.http import Endpoint, TritonError, _checked
 from tests._utils import serving
 
@@ -144,3 +146,36 @@ def test_the_model_that_clients_talk_to() -> None:
 def test_p99_and_median() -> None:
     assert smoke._spread([0.001 * number for number in range(1, 201)]) == {"median": 100.5, "p99": 199.0}
     assert smoke._spread([]) == {"median": 0.0, "p99": 0.0}
+
+
+class Streaming:
+    """A client and its server, which makes `tokens` of 100 until the client reads, and as many `after` it has left."""
+
+    def __init__(self, *streams: tuple[int, int]) -> None:
+        self.left, self.model, self.names, self.endpoint = list(streams), "m", {"stream": "stream"}, self
+        self.running = self.generated = 0
+
+    def metrics(self, *models: str) -> dict[str, float]:
+        return {"llm_requests_running": self.running, "llm_generated_tokens": self.generated}
+
+    @contextmanager
+    def stream(self, prompt: str, **options: Any):
+        tokens, after = self.left.pop(0)
+        self.running, self.generated = tokens < 100, self.generated + tokens
+        yield iter(["first"])
+        self.running, self.generated = 0, self.generated + after
+
+
+@pytest.mark.parametrize(("streams", "tries"), [([(5, 3)], 1), ([(100, 0), (5, 95), (5, 3)], 3), ([(5, 95)] * 9, checks.TRIES)])
+def test_a_stream_that_was_over_before_its_client_left_says_nothing_of_cancelling(
+    streams: list[tuple[int, int]], tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "METRICS_LAG", 0)
+    client: Any = Streaming(*streams)
+    probe = checks.Probe(client, SERVE, room=100, exact=True, live=None)
+    if streams[-1] == (5, 3):
+        assert "8 of 100 tokens generated" in checks.cancel(probe)
+    else:
+        with pytest.raises(checks.Broken, match=f"all 100 tokens were generated although nobody listened, {tries} times"):
+            checks.cancel(probe)
+    assert len(streams) - len(client.left) == tries
