@@ -36,8 +36,8 @@ __all__ = ["OneRank", "RankGroup", "main"]
 
 GRACE = 10.0
 """Seconds from a rank's failure until this process ends, where it has not failed by itself."""
-SHORTLY = 0.5
-"""Seconds in which a rank that ended is noticed."""
+NOTICED, SHORTLY = 5.0, 0.5
+"""Seconds in which another rank's failure is noticed where this one has failed, and in which those of further ranks follow."""
 PR_SET_PDEATHSIG = 1
 ALIGNMENT = 64
 
@@ -63,7 +63,8 @@ class RankGroup:
 
         check_machine(info)
         self._all_answer = info["parallel"] == "adp"
-        self._members = [_Member(rank, Results.size(info)) for rank in range(1, info["ranks"])]
+        self._failed = threading.Event()
+        self._members = [_Member(rank, Results.size(info), self._failed) for rank in range(1, info["ranks"])]
         try:
             self._tell([(info, str(folder))] * len(self._members))
             self._runner = TensorrtRunner(info, folder, 0)
@@ -87,7 +88,8 @@ class RankGroup:
             mine = tuple(value.cpu() for value in self._runner.run(steps[0]))
             return [mine, *(member.results.take(told) for member, told in zip(self._members, self._answers(), strict=True))]
         except Exception as error:
-            time.sleep(SHORTLY)
+            if self._failed.wait(NOTICED):
+                time.sleep(SHORTLY)
             causes = [member.failure for member in self._members if member.failure]
             self.close()
             if causes:  # this rank may have failed only because another had
@@ -142,12 +144,12 @@ class Results:
 
 
 class _Member:
-    """Another rank, as this process sees it."""
+    """Another rank, as this process sees it. `failed` is set once it has a `failure`."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, failed: threading.Event) -> None:
         self.failure = ""
         """Why it does not go on."""
-        self._rank, self._closed = rank, threading.Event()
+        self._rank, self._failed, self._closed = rank, failed, threading.Event()
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -191,6 +193,7 @@ class _Member:
                 kind, value = "error", f"its process ended with code {self._process.wait()}; the log above says why"
             if kind == "error":
                 self.failure = f"rank {self._rank}: {value}"
+                self._failed.set()
             self._inbox.put((kind, value))
             if kind == "error":
                 break
