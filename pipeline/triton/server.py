@@ -160,9 +160,9 @@ def start(config: ServeConfig, repository: Path) -> Iterator[Server]:
     """A ready server on `repository`; stopped, and everything of it removed, when the block ends."""
     installation = find_server(config)
     models = tuple(sorted(check_repository(repository, installation.release)))
-    endpoint = _endpoint(config)
     prefix = f"pipeline_{os.getpid()}_{secrets.token_hex(4)}_"
-    with tempfile.TemporaryDirectory(prefix="pipeline_triton_", ignore_cleanup_errors=True) as work:
+    folder = tempfile.TemporaryDirectory(prefix="pipeline_triton_", ignore_cleanup_errors=True)
+    with _reserved(config) as endpoint, folder as work:
         log = Path(work) / "server.log"
         with _process(installation, endpoint, Path(work), repository, prefix, log) as process:
             seconds = _wait_ready(process, endpoint, config.ready_timeout, log)
@@ -228,8 +228,12 @@ def _command(installation: Installation, endpoint: Endpoint, work: Path, prefix:
     return [*command, f"--backend-config=python,shm-region-prefix-name={prefix}", *installation.flags]
 
 
-def _endpoint(config: ServeConfig) -> Endpoint:
-    """The configured ports, 0 replaced by free ones, and none of them taken."""
+@contextlib.contextmanager
+def _reserved(config: ServeConfig) -> Iterator[Endpoint]:
+    """The configured ports, 0 replaced by free ones, and none of them taken, nor given to others while Triton starts.
+
+    Its sockets say SO_REUSEADDR as those here do, so they may have the same address.
+    """
     try:
         family = socket.getaddrinfo(config.host, None, type=socket.SOCK_STREAM)[0][0]
     except OSError as error:
@@ -255,7 +259,7 @@ def _endpoint(config: ServeConfig) -> Endpoint:
                     "choose another port, or 0."
                 ) from None
             ports.append(probe.getsockname()[1])
-    return Endpoint(config.host, *ports)
+        yield Endpoint(config.host, *ports)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], endpoint: Endpoint, timeout: float, log: Path) -> float:

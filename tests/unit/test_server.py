@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,15 @@ def test_a_configured_server_must_exist() -> None:
 
 def test_a_host_that_is_not_ours_is_named_instead_of_a_port() -> None:
     with pytest.raises(ConfigError, match=r"serve\.host=203\.0\.113\.7 is no address of this machine: 127\.0\.0\.1"):
-        server._endpoint(ServeConfig(host="203.0.113.7", http_port=0, grpc_port=0, metrics_port=0))
+        server._reserved(ServeConfig(host="203.0.113.7", http_port=0, grpc_port=0, metrics_port=0)).__enter__()
+
+
+def test_no_one_else_gets_a_port_before_the_server_listens() -> None:
+    with server._reserved(ServeConfig(http_port=0, grpc_port=0, metrics_port=0)) as at, socket.socket() as other:
+        with pytest.raises(OSError, match="Address already in use"):
+            other.bind((at.host, at.grpc_port))
+        for port in (at.http_port, at.grpc_port, at.metrics_port):
+            socket.create_server((at.host, port)).close()  # with SO_REUSEADDR, as Triton
 
 
 def test_a_configured_server_must_be_a_program(tmp_path: Path) -> None:
