@@ -264,7 +264,7 @@ def _reserved(config: ServeConfig) -> Iterator[Endpoint]:
 
 def _wait_ready(process: subprocess.Popen[bytes], endpoint: Endpoint, timeout: float, log: Path) -> float:
     begin = time.monotonic()
-    while not endpoint.ready(READY_SECONDS):
+    while not (endpoint.ready(READY_SECONDS) and _has_metrics(endpoint)):
         if process.poll() is not None:
             raise StageError(
                 f"tritonserver ended with code {process.returncode} before it was ready:\n{meaningful(log)}"
@@ -276,6 +276,15 @@ def _wait_ready(process: subprocess.Popen[bytes], endpoint: Endpoint, timeout: f
             )
         time.sleep(POLL)
     return time.monotonic() - begin
+
+
+def _has_metrics(endpoint: Endpoint) -> bool:
+    """Triton opens this port last, after it has said that it is ready."""
+    try:
+        socket.create_connection((endpoint.reachable, endpoint.metrics_port), READY_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _require_models(endpoint: Endpoint, models: tuple[str, ...], log: Path) -> None:

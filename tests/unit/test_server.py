@@ -63,6 +63,13 @@ def test_no_one_else_gets_a_port_before_the_server_listens() -> None:
             socket.create_server((at.host, port)).close()  # with SO_REUSEADDR, as Triton
 
 
+def test_a_server_whose_metrics_cannot_be_read_yet_is_not_ready() -> None:
+    with server._reserved(ServeConfig(http_port=0, grpc_port=0, metrics_port=0)) as at:
+        assert not server._has_metrics(at)
+        with socket.create_server((at.host, at.metrics_port)):
+            assert server._has_metrics(at)
+
+
 def test_a_configured_server_must_be_a_program(tmp_path: Path) -> None:
     (tmp_path / "tritonserver").write_text("text")
     with pytest.raises(MissingToolError, match="is not a file that can be run"):
