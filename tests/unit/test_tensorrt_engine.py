@@ -308,8 +308,10 @@ def test_a_crash_is_a_sentence(tmp_path, monkeypatch) -> None:
 
 @needs_rtx
 def test_a_signal_cancels_the_build_and_leaves_no_process(tmp_path) -> None:
+    """Of a hundred engines: however late the signal comes, it finds one in the making."""
     spec = networks.networks(load([*RTX, *SMALL]), ARCH)[0].plain()
-    (tmp_path / "request.json").write_text(json.dumps(task_of(TINY_R1, some=spec)))
+    task = task_of(TINY_R1, **{f"engine{number}": spec for number in range(100)})
+    (tmp_path / "request.json").write_text(json.dumps(task))
     command = [sys.executable, "-m", "pipeline.engines.tensorrt.worker", str(tmp_path / "request.json")]
     process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
     assert process.stdout is not None and b"advance" in process.stdout.readline()
