@@ -13,11 +13,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the built wheel unpacked, as pip does."""
+    """A folder with the built wheel unpacked, as pip does. What builds it is installed: no network has to be up."""
     folder = tmp_path_factory.mktemp("wheel")
-    _run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)])
+    pip, options = [sys.executable, "-m", "pip"], ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    _run([*pip, "wheel", *options, "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)])
     wheel = next(folder.glob("*.whl"))
-    _run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder / "site"), str(wheel)])
+    _run([*pip, "install", *options, "--target", str(folder / "site"), str(wheel)])
     return folder / "site"
 
 
