@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-
 QUIET = (
     "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-sync", "--disable-quic",
     "--disable-background-networking", "--disable-component-update", "--force-device-scale-factor=1",
+    "--disable-dev-shm-usage",
 )  # fmt: skip
 RED, BLUE, GREEN = (0xC0, 0, 0), (0x1F, 0x4E, 0x79), (0x54, 0x82, 0x35)
 
@@ -36,7 +37,7 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shot(html: Path, width: int, height: int) -> np.ndarray:
     """A screenshot [height, width, 3]."""
     picture = html.with_name(f"{width}.png")
-    options = (f"--screenshot={picture}", f"--window-size={width},{height}", f"--user-data-dir={html.parent / 'profile'}")
+    options = (f"--screenshot={picture}", f"--window-size={width},{height}", f"--user-data-dir={picture}.profile")
     done = subprocess.run([CHROMIUM, *QUIET, *options, html.as_uri()], capture_output=True, timeout=300, check=False)
     assert picture.is_file(), done.stderr.decode()[-2000:]
     return read_png(picture)
