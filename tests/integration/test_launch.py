@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -43,10 +44,16 @@ OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE="$ranks" exec "$@"
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory) -> tuple[Path, Endpoint]:
-    """The package, its repository as the installed release of Triton takes it, and where its server will listen."""
-    ports = serving.free_ports(3)
-    named = [f"serve.{name}_port={port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)]
+def endpoint() -> Iterator[Endpoint]:
+    """Where the package's server will listen: nobody else is given these ports."""
+    with server._reserved(serving.serve_config(host="127.0.0.1").serve) as at:
+        yield at
+
+
+@pytest.fixture(scope="module")
+def package(endpoint, tmp_path_factory) -> Path:
+    """The package, its repository as the installed release of Triton takes it."""
+    named = [f"serve.{name}={getattr(endpoint, name)}" for name in ("http_port", "grpc_port", "metrics_port")]
     config = load(["+hw=b200", "model=deepseek_r1", *named])
     folder = tmp_path_factory.mktemp("launch")
     out = stage_outputs(config, folder)
@@ -57,7 +64,7 @@ def package(tmp_path_factory) -> tuple[Path, Endpoint]:
     )
     import_module("pipeline.triton.layouts.llmapi").layout(ctx, releases.releases()[0])
     serving.add_tensorrt_llm(out / "repository" / "deepseek_r1" / "1")
-    return out, Endpoint("127.0.0.1", *ports)
+    return out
 
 
 def tools(folder: Path) -> Path:
@@ -89,7 +96,7 @@ def started(script: Path, folder: Path):
     try:
         yield process
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(150)  # Triton gives itself 60 s
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -97,9 +104,8 @@ def started(script: Path, folder: Path):
 
 
 @pytest.mark.parametrize("script", ["single/bare.sh", "mpi/run.sh"])
-def test_a_launcher_starts_a_server_that_streams_and_leaves_nothing_behind(package, tmp_path, script):
-    out, endpoint = package
-    with started(out / "launch" / script, tmp_path) as process:
+def test_a_launcher_starts_a_server_that_streams_and_leaves_nothing_behind(package, endpoint, tmp_path, script):
+    with started(package / "launch" / script, tmp_path) as process:
         deadline = time.monotonic() + 120
         while not endpoint.ready():
             assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
