@@ -2,7 +2,7 @@
 
 The prefix is read back through the pages, so a scheduler that mixes pages up gives other tokens. If the prefix has a
 newline, the text before the first one is repeated for ever; otherwise the next token is a hash of the prefix. A step takes
-`step_seconds` of engine.json, or 50 ms if one of its texts begins with "slow".
+`step_seconds` of engine.json, or 0.2 s if one of its texts begins with "slow".
 Bytes with a meaning: EOT (0x04) is EOS, 0x01 makes the step raise, 0x02 kills the process.
 """
 
@@ -48,7 +48,7 @@ class CompiledEngine:
                 self.memory[table[place // size], place % size] = token
             prefix = [int(self.memory[table[place // size], place % size]) for place in range(places[-1] + 1)]
             logits[row, next_token(prefix)] = 10.0
-            pause = 0.05 if SLOW in (prefix[:4], prefix[1:5]) else pause
+            pause = 0.2 if SLOW in (prefix[:4], prefix[1:5]) else pause
         time.sleep(pause)
         return logits
 

@@ -3,7 +3,7 @@
 `LLM.generate_async(prompt, sampling_params=, streaming=)` returns an object that is iterated asynchronously and yields
 itself; `outputs[0].text` is all text so far; `abort()` ends it with finish_reason "cancelled". A token is a byte, so a
 character takes up to four, and the text ends in U+FFFD while one is incomplete. The answer is the prompt reversed, or, if
-the prompt has a newline, what stands before it, for ever. EOT (0x04) is EOS; a prompt that begins with "slow" takes 50 ms a
+the prompt has a newline, what stands before it, for ever. EOT (0x04) is EOS; a prompt that begins with "slow" takes 0.2 s a
 step, others FAKE_STEP seconds; "boom" fails in the engine, "mid" does after three tokens, "die" kills the process.
 FAKE_ABORTS names a file that gets one line for each generation that is aborted.
 """
@@ -59,7 +59,7 @@ class RequestOutput:
         self.prompt_token_ids = list(prompt.encode())
         self._values, self._prompt = params.values, prompt
         self._tokens = _answer(prompt)
-        self._pause = 0.05 if prompt.startswith("slow") else float(os.environ.get("FAKE_STEP", "0"))
+        self._pause = 0.2 if prompt.startswith("slow") else float(os.environ.get("FAKE_STEP", "0"))
         self.outputs = [CompletionOutput()]
         self.aborted = False
         self.finished = False

@@ -3,7 +3,7 @@
 It reads our model.json, refuses what AsyncEngineArgs does not know and a GPU kind of several ranks, needs the decoupled
 policy, and takes `model` relative to the working directory. A token is a byte; the answer is the prompt reversed, or what stands
 before its newline, for ever; EOT (0x04) is EOS; "boom" fails in the engine, "mid" does after three tokens, "die" kills the process,
-"slow" takes 50 ms a step and others FAKE_STEP seconds. What exceeds max_num_seqs waits.
+"slow" takes 0.2 s a step and others FAKE_STEP seconds. What exceeds max_num_seqs waits.
 """
 
 import asyncio
@@ -133,7 +133,7 @@ class Request:
     async def steps(self):
         before, newline, _ = self.prompt.partition("\n")
         answer = itertools.cycle(before.encode()) if newline else iter(self.prompt[::-1].encode())
-        pause = 0.05 if self.prompt.startswith("slow") else float(os.environ.get("FAKE_STEP", "0"))
+        pause = 0.2 if self.prompt.startswith("slow") else float(os.environ.get("FAKE_STEP", "0"))
         made = b""
         while True:
             await asyncio.sleep(pause)

@@ -50,11 +50,13 @@ class Quiet:
 
 
 def wait(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Until it is true. A busy machine is slow; what would come true by itself later must take longer than `seconds`."""
-    begin = time.monotonic()
+    """Until it is true, for so many seconds, of which a pause of the machine counts as one at most: what would come true by
+    itself later must take longer."""
+    waited, last = 0.0, time.monotonic()
     while not condition():
-        assert time.monotonic() - begin < seconds, "it did not come true in time"
+        assert waited < seconds, "it did not come true in time"
         time.sleep(0.01)
+        waited, last = waited + min(time.monotonic() - last, 1.0), time.monotonic()
 
 
 def spread_over(stream: Callable[[], Iterable[Any]], seconds: float) -> bool:

@@ -31,8 +31,8 @@ except MissingToolError as missing:
 
 MODELS = {"torch": "fake_r1", "llmapi": "fake_llm", "bls": "adapter", "vllm": "fake_vllm"}
 KEY = "s3cret"
-SOON = 15
-"""Seconds; a slow text of 400 tokens takes 20."""
+MANY = 400
+"""Tokens: a slow text of them takes 80 s, longer than `serving.wait` waits."""
 
 
 def write_repository(folder: Path) -> Path:
@@ -252,7 +252,7 @@ def test_a_full_queue_is_429(gateway: Gateway) -> None:
     fit = 4 + MAX_QUEUE
     serving.wait(lambda: held() == 0)
     with ThreadPoolExecutor(fit) as pool:
-        streams = [pool.submit(gateway.chat, "slow", max_tokens=400, stream=True) for _ in range(fit)]
+        streams = [pool.submit(gateway.chat, "slow", max_tokens=MANY, stream=True) for _ in range(fit)]
         serving.wait(lambda: held() == fit)
         for stream in (False, True, False):
             with pytest.raises(openai.RateLimitError) as caught:
@@ -261,7 +261,7 @@ def test_a_full_queue_is_429(gateway: Gateway) -> None:
         for future in as_completed(streams):  # those that waited come when others leave
             assert next(future.result()).choices
             future.result().close()
-    serving.wait(lambda: held() == 0, SOON)
+    serving.wait(lambda: held() == 0)
     assert gateway.chat("abc", max_tokens=3).choices[0].message.content == "abc"
 
 
@@ -279,17 +279,17 @@ def test_streams_side_by_side_keep_apart(gateway: Gateway) -> None:
 
 def test_a_stream_that_is_left_frees_its_slot(gateway: Gateway) -> None:
     serving.wait(lambda: gateway.busy() == 0)
-    stream = gateway.chat("slow", max_tokens=400, stream=True)
+    stream = gateway.chat("slow", max_tokens=MANY, stream=True)
     next(stream)
     serving.wait(lambda: gateway.busy() == 1)
     stream.close()
-    serving.wait(lambda: gateway.busy() == 0, SOON)
+    serving.wait(lambda: gateway.busy() == 0)
 
 
 def test_a_client_that_waits_for_a_whole_answer_and_vanishes_frees_its_slot(gateway: Gateway) -> None:
     serving.wait(lambda: gateway.busy() == 0)
     with suppress(openai.APITimeoutError):
         gateway.client.with_options(timeout=0.3).chat.completions.create(
-            model=gateway.model, messages=[{"role": "user", "content": "slow"}], max_tokens=400
+            model=gateway.model, messages=[{"role": "user", "content": "slow"}], max_tokens=MANY
         )
-    serving.wait(lambda: gateway.busy() == 0, SOON)
+    serving.wait(lambda: gateway.busy() == 0)

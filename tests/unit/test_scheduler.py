@@ -190,7 +190,7 @@ def test_threads_submit_while_the_engine_runs() -> None:
     for thread in threads:
         thread.start()
     for listener, prompt in listeners:
-        assert listener.done.wait(120)
+        serving.wait(listener.done.is_set, 120)
         assert listener.tokens == fake_runtime.continuation(prompt, 25)
     scheduler.stop()
 
@@ -203,7 +203,7 @@ def test_an_engine_that_fails_fails_every_request_and_later_ones() -> None:
     bad = Listener()
     scheduler.submit(request(99, [fake_runtime.RAISE], 5, bad))
     for listener in [*listeners, bad]:
-        assert listener.done.wait(120)
+        serving.wait(listener.done.is_set, 120)
     assert bad.finish.reason == "error"
     assert "told to fail" in bad.finish.error
     assert "restart the server" in bad.finish.error
