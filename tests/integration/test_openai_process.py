@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -72,7 +73,9 @@ def test_a_gateway_outlives_its_server(tmp_path: Path) -> None:
     words = ["--grpc", f"127.0.0.1:{port}", "--model", "fake_r1", "--tokenizer", str(tokenizer), "--port", "0", "--workers", "2"]
     process = subprocess.Popen([sys.executable, "-m", "pipeline.openai", *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout
-    with openai.OpenAI(base_url=process.stdout.readline().split()[-1], api_key="any", max_retries=0, timeout=60) as client:
+    kept = openai.DefaultHttpxClient(limits=httpx.Limits(keepalive_expiry=600))  # each worker has to find its own way back
+    url = process.stdout.readline().split()[-1]
+    with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=60, http_client=kept) as client:
         ask = {"model": "fake_r1", "messages": [{"role": "user", "content": "slow"}], "max_tokens": 400}
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError, match="does not answer") as caught:
