@@ -26,7 +26,7 @@ CHANNEL = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
-QUICK = 5.0
+QUICK = 10.0
 """Seconds for questions that need no generation."""
 DEAD = "is not healthy"
 """Triton's words for a python model without a process: it fails new requests and never answers those that it had."""
