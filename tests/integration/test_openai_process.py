@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -73,9 +72,7 @@ def test_a_gateway_outlives_its_server(tmp_path: Path) -> None:
     words = ["--grpc", f"127.0.0.1:{port}", "--model", "fake_r1", "--tokenizer", str(tokenizer), "--port", "0", "--workers", "2"]
     process = subprocess.Popen([sys.executable, "-m", "pipeline.openai", *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout
-    kept = openai.DefaultHttpxClient(limits=httpx.Limits(keepalive_expiry=600))  # each worker has to find its own way back
-    url = process.stdout.readline().split()[-1]
-    with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=60, http_client=kept) as client:
+    with openai.OpenAI(base_url=process.stdout.readline().split()[-1], api_key="any", max_retries=0, timeout=60) as client:
         ask = {"model": "fake_r1", "messages": [{"role": "user", "content": "slow"}], "max_tokens": 400}
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError, match="does not answer") as caught:
@@ -86,10 +83,9 @@ def test_a_gateway_outlives_its_server(tmp_path: Path) -> None:
         repository = serving.package_engine(engine, tmp_path / "package", serve, serving.FAKE_RUNTIME)
         for _ in range(2):
             with server.start(serve.serve, repository) as started:
-                serving.wait(lambda: not fails(client, ask | {"max_tokens": 3}))
-                assert healthy(client)
-                chunks = iter(client.chat.completions.create(**ask, stream=True))
-                next(chunks)
+                begun = list[Any]()
+                serving.wait(lambda begun=begun: healthy(client) and begins(client, ask, begun))  # each worker finds back by itself
+                [chunks] = begun
                 os.killpg(started.process.pid, signal.SIGKILL)
                 with pytest.raises(openai.APIError):
                     list(chunks)
@@ -146,12 +142,16 @@ def answers(client: openai.OpenAI, ask: dict[str, Any]) -> bool:
     return True
 
 
-def fails(client: openai.OpenAI, ask: dict[str, Any]) -> bool:
+def begins(client: openai.OpenAI, ask: dict[str, Any], streams: list[Any]) -> bool:
+    """Whether an answer has come and a stream has had its first chunk; it is put to the others."""
     try:
-        client.chat.completions.create(**ask)
+        client.chat.completions.create(**ask | {"max_tokens": 3})
+        chunks = iter(client.chat.completions.create(**ask, stream=True))
+        next(chunks)
     except openai.InternalServerError:
-        return True
-    return False
+        return False
+    streams.append(chunks)
+    return True
 
 
 def test_what_cannot_be_started_or_has_ended_is_said(tmp_path: Path) -> None:
