@@ -270,7 +270,7 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_for_a_tensor_of_any_size(tmp_path: Path) -> None:
-    """An embedding of 512 MiB and an lm_head as large: read, checked and written in less than either takes."""
+    """An embedding of 512 MiB and an lm_head as large: two workers take 225 MiB, each further one holds 40 more."""
     from scripts.make_r1_headers import write
 
     arch = random_checkpoint.ARCH | EVEN | {"vocab_size": 1 << 20, "hidden_size": 256}
@@ -282,7 +282,7 @@ def test_memory_is_bounded_for_a_tensor_of_any_size(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(source), str(tmp_path / "w")]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 400 << 20
+    assert int(done.stdout) < (300 + 50 * Options().workers) << 20
     assert sum(file.stat().st_size for file in (tmp_path / "w" / "out").glob("*.safetensors")) > 1 << 30
     shutil.rmtree(tmp_path / "w")
 
