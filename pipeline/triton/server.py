@@ -303,6 +303,19 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    end = time.monotonic() + EXIT_TIMEOUT
+    while _lives(process.pid) and time.monotonic() < end:
+        time.sleep(POLL)
+
+
+def _lives(group: int) -> bool:
+    """Whether a process of this group has not ended: one that is killed does so when its turn comes."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def meaningful(log: Path, most: int = 12) -> str:
