@@ -75,7 +75,8 @@ def port(lines: dict[str, str], name: str) -> int:
 
 def test_the_answer_is_the_model_s_to_transformers_prompt(lines: dict[str, str], client: openai.OpenAI) -> None:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    with Client(Endpoint("127.0.0.1", *(port(lines, name) for name in ("http", "grpc", "metrics"))), "tiny_r1") as direct:
+    endpoint = Endpoint("127.0.0.1", *(port(lines, name) for name in ("http", "grpc", "metrics")))
+    with Client(endpoint, "tiny_r1", timeout=300) as direct:
         for chat in CHATS:
             prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             with direct.stream(prompt, max_tokens=TOKENS, temperature=0.0, count_tokens=True) as stream:
