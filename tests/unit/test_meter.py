@@ -38,6 +38,7 @@ def test_share_rate_and_time_left(total: int, unit: str, done: int, seconds: flo
 def test_lines_and_bars_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one, as a CI may have, gets no bars
     stream = io.StringIO()
     progress = PlainConsole(stream).stage_started("convert", "nothing is there yet")
     progress.start(4_000_000_000, "B")
