@@ -47,6 +47,9 @@ READY_SECONDS = 2.0
 """For the answer whether it is ready, while it starts."""
 EXIT_TIMEOUT = 5
 """Seconds that requests in flight get when the server is told to stop."""
+HELD_UP, STARTS = "boost::interprocess::lock_exception", 3
+"""Last words of a Triton that took a model's process for dead, as it was held up for a second while it started: it is started
+again. One whose model has really died says so."""
 HARMLESS = (
     "CudaDriverHelper has not been initialized",
     "unable to create stream for ensemble",
@@ -160,41 +163,41 @@ def start(config: ServeConfig, repository: Path) -> Iterator[Server]:
     """A ready server on `repository`; stopped, and everything of it removed, when the block ends."""
     installation = find_server(config)
     models = tuple(sorted(check_repository(repository, installation.release)))
-    prefix = f"pipeline_{os.getpid()}_{secrets.token_hex(4)}_"
-    folder = tempfile.TemporaryDirectory(prefix="pipeline_triton_", ignore_cleanup_errors=True)
-    with _reserved(config) as endpoint, folder as work:
-        log = Path(work) / "server.log"
-        with _process(installation, endpoint, Path(work), repository, prefix, log) as process:
-            seconds = _wait_ready(process, endpoint, config.ready_timeout, log)
-            _require_models(endpoint, models, log)
-            yield Server(endpoint, models, process, log, seconds)
+    with _reserved(config) as endpoint, contextlib.ExitStack() as running:
+        for left in reversed(range(STARTS)):
+            process, log = running.enter_context(_process(installation, endpoint, repository))
+            try:
+                seconds = _wait_ready(process, endpoint, config.ready_timeout, log)
+                break
+            except StageError:
+                if not left or HELD_UP not in log.read_text(errors="replace"):
+                    raise
+                running.close()
+        _require_models(endpoint, models, log)
+        yield Server(endpoint, models, process, log, seconds)
 
 
 @contextlib.contextmanager
-def _process(
-    installation: Installation, endpoint: Endpoint, work: Path, repository: Path, prefix: str, log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    copy_repository(repository, work / "repository")
-    command = _command(installation, endpoint, work, prefix)
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment | installation.environment,
-            cwd=work,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-    try:
-        yield process
-    finally:
-        with undisturbed():
-            _stop(process)
-            for left in Path("/dev/shm").glob(f"{prefix}*"):
-                left.unlink(missing_ok=True)
+def _process(installation: Installation, endpoint: Endpoint, repository: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A server that starts, and its log, in a folder of its own."""
+    prefix = f"pipeline_{os.getpid()}_{secrets.token_hex(4)}_"
+    with tempfile.TemporaryDirectory(prefix="pipeline_triton_", ignore_cleanup_errors=True) as folder:
+        work, log = Path(folder), Path(folder) / "server.log"
+        copy_repository(repository, work / "repository")
+        command = _command(installation, endpoint, work, prefix)
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                command, env=environment | installation.environment, cwd=work, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent,
+            )  # fmt: skip
+        try:
+            yield process, log
+        finally:
+            with undisturbed():
+                _stop(process)
+                for left in Path("/dev/shm").glob(f"{prefix}*"):
+                    left.unlink(missing_ok=True)
 
 
 def copy_repository(repository: Path, target: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import socket
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.config.schema import ServeConfig
-from pipeline.core.errors import ConfigError, MissingToolError
+from pipeline.core.errors import ConfigError, MissingToolError, StageError
 from pipeline.triton import checks, server, smoke
 from pipeline.triton.http import Endpoint, TritonError, _checked
 from tests._utils import serving
@@ -43,6 +43,27 @@ def test_a_server_on_path_and_in_a_container_needs_nothing_of_the_wheel(
     monkeypatch.setattr(server, "CONTAINER_PATH", executable)
     found = server.find_server(SERVE)
     assert (found.executable, found.flags, found.environment, found.backend_files) == (executable, (), {}, ())
+
+
+@pytest.mark.parametrize(("says", "ends", "starts"), [(server.HELD_UP, 2, 3), (server.HELD_UP, 9, 3), ("failed to load", 9, 1)])
+def test_a_server_that_died_of_a_model_that_was_held_up_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, ends: int, starts: int
+) -> None:
+    """Triton 2.51 dies if a model's process does not move for more than a second while it loads; its double, `ends` times."""
+    count, program = tmp_path / "count", tmp_path / "tritonserver"
+    lines = ("#!/bin/sh", f"echo >> {count}", f"echo '{says}'", f"[ $(wc -l < {count}) -le {ends} ] && exit 134", "exec sleep 600")
+    program.write_text("\n".join(lines))
+    program.chmod(0o755)
+    (tmp_path / "repository").mkdir()
+    monkeypatch.setattr(server, "check_repository", lambda repository, release: {})
+    monkeypatch.setattr(server, "_require_models", lambda endpoint, models, log: None)
+    monkeypatch.setattr(server, "_has_metrics", lambda endpoint: True)
+    monkeypatch.setattr(Endpoint, "ready", lambda self, timeout: len(count.read_text()) > ends if count.exists() else False)
+    config = serving.serve_config(server=str(program)).serve
+    refused = pytest.raises(StageError, match=f"code 134 before it was ready:\n *{says}") if ends > starts else nullcontext()
+    with refused, server.start(config, tmp_path / "repository"):
+        pass
+    assert len(count.read_text()) == starts
 
 
 def test_a_configured_server_must_exist() -> None:
