@@ -30,6 +30,8 @@ LONG = ("engine_torch_build", "build", "tensorrt_engine", "tensorrt_network", "e
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """A core has a worker already: threads of torch beside it wait for each other, in `verify` for half of the processor's time."""
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+"""An engine takes a thread a core all the same, in servers too: they sleep where they wait, not spin on a worker's core."""
 
 SEED = "PIPELINE_TEST_SEED"
 
