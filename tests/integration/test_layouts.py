@@ -313,7 +313,7 @@ def refusal(client: Client, prompt: str) -> str:
 
 def test_a_stub_that_died_is_told_from_a_healthy_model(layout: Layout) -> None:
     """Last of all: nothing of this layout works afterwards, and Triton still says that it is ready."""
-    with Client(layout.running.endpoint, NAME, timeout=1) as client:
+    with Client(layout.running.endpoint, NAME, timeout=3) as client:  # Triton takes one second to say it
         wait(lambda: "not healthy" in refusal(client, "die"))  # the first one may wait in vain, or not get there in time
     assert layout.running.endpoint.ready(), "readiness lies: this is why smoke asks for text"
     lines: list[str] = []
