@@ -208,7 +208,7 @@ def check_tokens(model: str, out: Path, engines: dict[str, Any]) -> Iterator[dic
     wanted, least = float32(model, out, texts, [words for words, _ in written]), torch.cat([rows for _, rows in written])
     for name, found in logits.items():
         kept = name in engines and name != "off" and info["plugins"]["experts"]
-        row = judge(wanted, least, found, fp8=kept == "fp8_block")
+        row = judge(wanted, (least, logits["off, not compiled"]), found, fp8=kept == "fp8_block")
         if name == "off":
             row["good"] = row["error"] <= MAX_ERROR
         yield {"plugins": name, **row}

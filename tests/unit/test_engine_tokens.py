@@ -33,13 +33,13 @@ def changed(position: int, word: int, by: float) -> Tensor:
 
 
 def test_a_word_is_wrong_where_float32_is_surer_than_the_reference_errs() -> None:
-    row = judge(EXACT, REFERENCE, REFERENCE)
+    row = judge(EXACT, [REFERENCE], REFERENCE)
     assert row["good"] and (row["sure"], row["wrong"], row["equal_tokens"], row["float32_tokens"]) == (2, 0, 3, 2)
-    tie = judge(EXACT, REFERENCE, EXACT)  # another word than the reference's at a tie, and no error
+    tie = judge(EXACT, [REFERENCE], EXACT)  # another word than the reference's at a tie, and no error
     assert tie["good"] and (tie["equal_tokens"], tie["wrong"], tie["error"]) == (2, 0, 0.0)
-    other = judge(EXACT, REFERENCE, changed(2, 2, 1.2))
+    other = judge(EXACT, [REFERENCE], changed(2, 2, 1.2))
     assert not other["good"] and (other["wrong"], other["float32_tokens"]) == (1, 1)
-    assert not judge(EXACT, REFERENCE, changed(0, 2, torch.nan))["good"]
+    assert not judge(EXACT, [REFERENCE], changed(0, 2, torch.nan))["good"]
 
 
 def test_what_is_allowed_is_that_of_the_position() -> None:
@@ -47,7 +47,15 @@ def test_what_is_allowed_is_that_of_the_position() -> None:
     for error, wrong in ((0.6, 0), (0.4, 1)):
         reference, found = REFERENCE.clone(), changed(2, 2, 1.2)
         reference[2, 0] += error
-        assert judge(EXACT, reference, found)["wrong"] == wrong
+        assert judge(EXACT, [reference], found)["wrong"] == wrong
+
+
+def test_what_is_allowed_is_what_any_reference_errs() -> None:
+    """The words that are counted as equal are the first's."""
+    rerouted = REFERENCE.clone()
+    rerouted[2, 2] += 1.2
+    row = judge(EXACT, [REFERENCE, rerouted], changed(2, 2, 1.2))
+    assert row["good"] and (row["wrong"], row["equal_tokens"]) == (0, 2)
 
 
 def test_few_words_may_be_wrong() -> None:
@@ -57,18 +65,18 @@ def test_few_words_may_be_wrong() -> None:
     for count, good in ((2, True), (3, False)):
         found = exact.clone()
         found[:count] = torch.tensor([0.9, 1.0, 0.0])
-        row = judge(exact, reference, found)
+        row = judge(exact, [reference], found)
         assert row["wrong"] == count and row["good"] == good == (count <= RARE * 400)
 
 
 def test_logits_may_be_as_far_as_the_references_or_as_fp8_makes_them() -> None:
-    assert judge(EXACT, REFERENCE, changed(0, 2, 0.05))["good"] and not judge(EXACT, REFERENCE, changed(0, 2, 0.25))["good"]
+    assert judge(EXACT, [REFERENCE], changed(0, 2, 0.05))["good"] and not judge(EXACT, [REFERENCE], changed(0, 2, 0.25))["good"]
     many = EXACT[:1].expand(40, 3)
-    assert judge(many, many, many + 0.1, fp8=True)["good"] and not judge(many, many, many + 0.1)["good"]
-    assert not judge(many, many, many + 0.2, fp8=True)["good"]
+    assert judge(many, [many], many + 0.1, fp8=True)["good"] and not judge(many, [many], many + 0.1)["good"]
+    assert not judge(many, [many], many + 0.2, fp8=True)["good"]
     spoiled = many + 0.01
     spoiled[0] = torch.tensor([2.4, 2.5, 0.0])
-    assert judge(many, many, spoiled, fp8=True)["wrong"] == 1 and not judge(many, many, spoiled, fp8=True)["good"]
+    assert judge(many, [many], spoiled, fp8=True)["wrong"] == 1 and not judge(many, [many], spoiled, fp8=True)["good"]
 
 
 def test_each_other_word_comes_with_its_proof() -> None:
