@@ -20,6 +20,8 @@ from tests._utils.peers import WHERE, load_peers, poison  # noqa: E402
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here"))]
 SCALE = 0.07
+ROUNDING = 2.1 * 2**-9
+"""Of a softmax weight and of the output to BF16, half a unit in the last place each, and float32's sums."""
 runtime = selfcheck.import_runtime(Path(__file__).parents[2] / "triton_repo" / "torch" / "1" / "runtime.py")
 
 
@@ -42,8 +44,19 @@ def check(found: tuple[torch.Tensor, torch.Tensor], inputs: list[torch.Tensor], 
     wanted, lse = reference.mla_decode(*inputs, SCALE, op.LATENT, kv_scale)
     assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
     assert all(each.is_contiguous() for each in found)  # as export is told, whoever computed it
-    torch.testing.assert_close(found[0].double(), wanted, rtol=2e-2, atol=8e-3, equal_nan=True)
+    assert torch.equal(found[0].isnan(), wanted.isnan())
+    beyond = (found[0].double() - wanted).abs() - ROUNDING * magnitudes(*inputs, kv_scale) - 1e-5
+    assert not (beyond > 0).any(), f"{int((beyond > 0).sum())} are beyond what rounding does, one by {float(beyond.nan_to_num().max()):.2e}"
     torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-3, equal_nan=True)
+
+
+def magnitudes(
+    q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, kv_scale: float
+) -> torch.Tensor:
+    """The weighted sums of the latents' magnitudes, of the same scores [B, T, A, L]: rounding errors are parts of them."""
+    q, cache = torch.cat((torch.zeros_like(q[..., : op.LATENT]), q), -1), cache.double()
+    cache = torch.cat((cache[..., : op.LATENT].abs(), cache), -1)
+    return reference.mla_decode(q, cache, table, lengths, SCALE, op.LATENT, kv_scale)[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -119,7 +132,7 @@ def test_other_libraries_in_the_op_vs_reference(name: str, monkeypatch: pytest.M
         wanted, sums = reference.mla_decode(*inputs, SCALE, op.LATENT, 0.5)
         assert out.is_contiguous() and lse.is_contiguous()
         assert (out.double() - wanted).norm() < 0.1 * wanted.norm()
-        torch.testing.assert_close(lse.double(), sums, rtol=2e-2, atol=5e-2)
+        torch.testing.assert_close(lse.double(), sums, rtol=2e-2, atol=0.15)  # 6 sigma of a score by a query in E4M3
     assert len(ran) == len(cases) and not tactics.TABLE.failed
     tactics.present.cache_clear()
 
