@@ -19,16 +19,22 @@ __all__ = ["clocked", "copy_bandwidth", "graph_seconds", "machine"]
 
 Call = Callable[[], Any]
 FLUSH_BYTES = 256 << 20
+WARM_SECONDS = 0.01
 PAGE = 4096
 
 
 def graph_seconds(calls: Sequence[Call], replays: int = 20, flush: bool = False) -> float:
-    """Median seconds of one call, all captured in one graph in order. `flush`: each finds a cold L2."""
+    """Median seconds of one call, all captured in one graph in order.
+
+    `flush`: each finds a cold L2. What the flushes take is measured in turn with them, as the two times are long and drift alike.
+    """
     if not flush:
-        return _replayed(calls, replays)
+        graph = _warm(_captured(calls))
+        return statistics.median(_seconds(graph) for _ in range(replays)) / len(calls)
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    mixed = [step for call in calls for step in (scratch.zero_, call)]
-    return 2 * _replayed(mixed, replays) - _replayed([scratch.zero_] * len(calls), replays)
+    flushes, both = _captured([scratch.zero_] * len(calls)), _captured([step for call in calls for step in (scratch.zero_, call)])
+    _warm(both)
+    return statistics.median(_seconds(both) - _seconds(flushes) for _ in range(2 * replays)) / len(calls)
 
 
 def clocked(call: Call, repeats: int = 10) -> float:
@@ -73,7 +79,7 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def _replayed(calls: Sequence[Call], replays: int) -> float:
+def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -81,14 +87,23 @@ def _replayed(calls: Sequence[Call], replays: int) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
-    times = []
-    for _ in range(replays + 3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / len(calls))
+        kept = [call() for call in calls]  # no two of them share memory
     del kept
-    return statistics.median(times[3:])
+    return graph
+
+
+def _warm(graph: torch.cuda.CUDAGraph) -> torch.cuda.CUDAGraph:
+    """The same, after replays for WARM_SECONDS: a GPU that was idle is slower at first."""
+    end = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < end:
+        _seconds(graph)
+    return graph
+
+
+def _seconds(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
