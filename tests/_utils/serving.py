@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -67,6 +68,15 @@ def spread_over(stream: Callable[[], Iterable[Any]], seconds: float) -> bool:
         return times[-1] - times[0]
 
     return any(spread() > seconds for _ in range(10))
+
+
+def processes_of(words: str) -> list[str]:
+    """Command lines with these words, of processes that live."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(path.read_bytes().decode(errors="replace"))
+    return [line for line in found if words in line]
 
 
 def free_ports(count: int) -> list[int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests._utils import serving
 from tests.conftest import QUICK, Run, Workspace
 
 STAGES = ("plan", "convert", "verify", "engine", "package")
@@ -44,17 +45,17 @@ def _kill_in(workspace: Workspace, stage: str, seconds: float) -> None:
     """Build, and kill it so long after this stage began. Was that too late, the stage has to be done again, and dies sooner."""
     for _ in range(10):
         shutil.rmtree(workspace.store / "results" / stage, ignore_errors=True)
-        process, at, moment = subprocess.Popen(
+        process = subprocess.Popen(
             workspace.command("build", *QUICK), cwd=workspace.folder, env=workspace.env(), stdout=subprocess.DEVNULL
-        ), "", math.inf
+        )
+        at, moment = "", math.inf
         while process.poll() is None and time.monotonic() < moment and at not in STAGES[STAGES.index(stage) + 1 :]:
             time.sleep(0.01)
             at = _held_by(workspace, process.pid)
             moment = min(moment, time.monotonic() + seconds) if at == stage else moment
         process.kill()
         assert process.wait() in (0, -9)
-        while _works_on(workspace.folder):  # its children die with it, when their turn comes
-            time.sleep(0.01)
+        serving.wait(lambda: not serving.processes_of(f"{workspace.folder}/"))  # its children die with it, when their turn comes
         if _held_by(workspace, process.pid) == stage:
             return
         seconds /= 2
@@ -68,15 +69,6 @@ def _held_by(workspace: Workspace, pid: int) -> str:
             if json.loads(card.read_text())["pid"] == pid:
                 return card.name.partition("-")[0]
     return ""
-
-
-def _works_on(folder: Path) -> bool:
-    """Whether a process that lives has a path inside of `folder` on its command line."""
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if f"{folder}/".encode() in file.read_bytes():
-                return True
-    return False
 
 
 @pytest.fixture(scope="module")

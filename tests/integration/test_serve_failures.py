@@ -35,16 +35,6 @@ def repository(tmp_path: Path) -> Path:
     return serving.package_engine(engine, tmp_path / "package", serving.serve_config(), serving.FAKE_RUNTIME)
 
 
-def processes_of(repository_name: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found += [line for line in [path.read_bytes().decode(errors="replace")] if repository_name in line]
-        except OSError:
-            continue
-    return found
-
-
 def is_dead(client: Client) -> bool:
     """Whether the model's process has died of this request or of an earlier one, which may be cancelled before it gets there."""
     with pytest.raises((TritonError, TimeoutError), match=r"no answer from .* within 3 s|timed out|not healthy") as caught:
@@ -85,7 +75,7 @@ def test_a_model_that_never_loads_ends_at_the_deadline(repository: Path) -> None
     ):
         pass
     assert time.monotonic() - begin < 60
-    assert processes_of(f"pipeline_{os.getpid()}_") == [], "named in the prefix of its shared memory"
+    assert serving.processes_of(f"pipeline_{os.getpid()}_") == [], "named in the prefix of its shared memory"
 
 
 def test_a_model_that_fails_to_load_is_quoted_without_the_usual_noise(repository: Path) -> None:
