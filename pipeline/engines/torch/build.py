@@ -180,7 +180,7 @@ def free_memory(device: str) -> int:
 def compile_forms(out: Path, info: dict[str, Any]) -> None:
     """One process a form, side by side; what they leave lies inside `out`, so a killed build leaves nothing elsewhere.
 
-    They share Inductor's cache: which vector instructions the compiler knows is tried out once (ten small libraries).
+    They share Inductor's cache: which vector instructions the compiler knows is tried out once (small libraries).
     """
     with tempfile.TemporaryDirectory(prefix=".compile-", dir=out.absolute()) as scratch:
         running: list[tuple[str, subprocess.Popen[bytes]]] = []
