@@ -39,6 +39,7 @@ def main() -> int:
     options = parser.parse_args()
     started = time.monotonic()
     check_python()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process would compile torch, which pip has not, anew
     install_system_packages(with_browser=options.test)
     install_project(["torch", "server", *(["test"] if options.test else [])])
     print(f"set up in {time.monotonic() - started:.0f} s", flush=True)
