@@ -6,6 +6,7 @@ repeats it. Each test gets a seed of its own from it and the test's name, so nei
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,17 @@ SEED = "PIPELINE_TEST_SEED"
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(SEED, str(secrets.randbelow(2**32)))  # workers inherit the environment
     config.option.loadscopereorder = False  # xdist's own order is by how many tests a file has, which would undo the one below
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported stays: the garbage collector does not walk through it again and again, a tenth of the processor's time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
