@@ -24,28 +24,27 @@ __device__ __forceinline__ void load(uint4 (&v)[UNROLL], const uint4* x, u32 fir
 }
 
 // x [rows, COLUMNS] -> codes[row * code_stride + piece], scales[row * row_stride + group * group_stride]. A lane's pieces are of one
-// group, so that UNROLL of them share the search for its scale.
+// group, so that UNROLL of them share the search for its scale; where they go is worked out while they come.
 extern "C" __global__ void __launch_bounds__(THREADS)
 fp8_quantize(const uint4* __restrict__ x, uint2* __restrict__ codes, float* __restrict__ scales, u32 pieces, u32 code_stride,
              u32 row_stride, u32 group_stride) {
   constexpr u32 LANES = 16 / UNROLL;
+  constexpr bool WHOLE = ROW % (32 * UNROLL) == 0;  // no warp has lanes on both sides of the end
   const u32 lane = blockIdx.x * THREADS + threadIdx.x, first = lane / LANES * 16 + lane % LANES;
-  const u32 row = first / ROW, column = first % ROW;
   uint4 v[UNROLL];
   u32 top = 0;
   wait_for_inputs();
+  if (WHOLE && first >= pieces) return;
+  const u32 piece = WHOLE ? first : min(first, pieces - 16 + lane % LANES);  // beyond the end, the last group again
 #pragma unroll
-  for (int i = 0; i < UNROLL; ++i) {
-    const uint4* from = x + first + i * LANES;
-    v[i] = first >= pieces ? make_uint4(0, 0, 0, 0) : LARGE ? load_input(from) : load_once(from);
-  }
+  for (int i = 0; i < UNROLL; ++i) v[i] = LARGE ? load_input(x + piece + i * LANES) : load_once(x + piece + i * LANES);
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) top = max(top, top_of(v[i]));
   const Fp8Group group(group_top<LANES>(top));
-  if (first >= pieces) return;
+  const u32 row = piece / ROW, column = piece % ROW;
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) codes[row * code_stride + column + i * LANES] = group.codes(v[i]);
-  if (column % 16 == 0) scales[row * row_stride + column / 16 * group_stride] = group.scale();
+  if (lane % LANES == 0) scales[row * row_stride + column / 16 * group_stride] = group.scale();
 }
 
 // codes and scales as above, the scales of a row side by side -> out BF16

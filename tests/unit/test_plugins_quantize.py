@@ -22,9 +22,11 @@ SIGNATURES = {
     "nvfp4_dequantize": "const u32*, const u8*, const float*, uint4*, u32, u32, u32",
     "tile_scales": "const u32*, u32*, u32, u32, u32",
 }
-COLUMNS, ROWS = 384, (1, 3, 131)
+ROWS = (1, 3, 131)
 SHAPES = [(1, 128), (3, 384), (131, 128), (37, 640), (0, 128), (1, 7168), (61, 2048)]
-KINDS = ("random", "wide", "steps", "zeros", "nan", "inf")
+Kernels = tuple[int, int, CudaOnCpu]
+"""Pieces of a lane, columns, and the kernels that were compiled for them."""
+KINDS = ("random", "wide", "steps", "tops", "zeros", "nan", "inf")
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use here")),
@@ -40,6 +42,10 @@ def inputs(kind: str, shape: tuple[int, int]) -> torch.Tensor:
     if kind == "steps":  # every tie of E2M1 and many of E4M3, with a block's largest value at 6
         x = torch.randint(-24, 25, shape, generator=generator) / 4.0
         x[:, ::16] = 6.0
+    if kind == "tops":  # a group's largest value is any BF16: in some 400 groups all mantissas, in 32,640 all values
+        top = (torch.arange(shape[0] * shape[1] // 128) * 331 % 0x7F80).to(torch.int16).view(torch.bfloat16).view(shape[0], -1)
+        x = (torch.rand(shape, generator=generator) * 2 - 1) * top.float().repeat_interleave(128, 1)
+        x[:, ::128] = top.float()
     if kind == "zeros":
         x[:, :128] = 0
     if kind in ("nan", "inf"):
@@ -53,48 +59,51 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found.float(), wanted.to(found.device).float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one piece", "two pieces"])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, CudaOnCpu]:
-    defines = {"UNROLL": request.param, "THREADS": 64, "COLUMNS": COLUMNS}
-    return request.param, CudaOnCpu(Path(op.__file__).with_name("kernel.cu"), SIGNATURES, defines, tmp_path_factory.mktemp("q"))
+@pytest.fixture(scope="module", params=[(1, 384), (2, 384), (2, 512)], ids=["one piece", "two pieces", "whole warps"])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    unroll, columns = request.param
+    defines = {"UNROLL": unroll, "THREADS": 64, "COLUMNS": columns}
+    return unroll, columns, CudaOnCpu(Path(op.__file__).with_name("kernel.cu"), SIGNATURES, defines, tmp_path_factory.mktemp("q"))
 
 
-def run(kernels: tuple[int, CudaOnCpu], name: str, elements: int, *arguments: torch.Tensor | int) -> None:
+def run(kernels: Kernels, name: str, elements: int, *arguments: torch.Tensor | int) -> None:
     """A kernel on the CPU over `elements` values."""
-    unroll, source = kernels
+    unroll, _, source = kernels
     arrays = [value.view(torch.uint8).numpy() if isinstance(value, torch.Tensor) else value for value in arguments]
     source.launch(name, (-(-elements // (8 * 64 * unroll)), 1, 1), 64, *arrays)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp8_kernels_vs_reference(kernels: tuple[int, CudaOnCpu], kind: str, rows: int) -> None:
-    x = inputs(kind, (rows, COLUMNS))
+def test_fp8_kernels_vs_reference(kernels: Kernels, kind: str, rows: int) -> None:
+    columns = kernels[1]
+    x = inputs(kind, (rows, columns))
     wanted, scales = reference.fp8_quantize(x)
     codes, found, back = torch.full_like(wanted, -1), torch.full_like(scales, -1), torch.full_like(x, -1)
-    run(kernels, "fp8_quantize", x.numel(), x, codes, found, x.numel() // 8, COLUMNS // 8, *found.stride())
+    run(kernels, "fp8_quantize", x.numel(), x, codes, found, x.numel() // 8, columns // 8, *found.stride())
     same(codes, wanted)
     same(found, scales)
-    run(kernels, "fp8_dequantize", x.numel(), wanted, scales, back, x.numel() // 8, COLUMNS // 8, scales.stride(0))
+    run(kernels, "fp8_dequantize", x.numel(), wanted, scales, back, x.numel() // 8, columns // 8, scales.stride(0))
     same(back, reference.fp8_dequantize(wanted, scales))
 
 
 @pytest.mark.parametrize("tiled", [False, True], ids=["rows", "tiles"])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_nvfp4_kernels_vs_reference(kernels: tuple[int, CudaOnCpu], kind: str, rows: int, tiled: bool) -> None:
-    x, input_scale = inputs(kind, (rows, COLUMNS)), torch.tensor([4.0 / 2688 if kind != "steps" else 6.0 / 2688])
+def test_nvfp4_kernels_vs_reference(kernels: Kernels, kind: str, rows: int, tiled: bool) -> None:
+    columns = kernels[1]
+    x, input_scale = inputs(kind, (rows, columns)), torch.tensor([4.0 / 2688 if kind != "steps" else 6.0 / 2688])
     codes, scales = reference.nvfp4_quantize(x, input_scale)
     wanted = reference.tile_scales(scales) if tiled else scales
     found, found_scales = torch.full_like(codes, 0xA5), torch.full_like(wanted, -1)
-    pieces, stride = x.numel() // 8, COLUMNS // 64
+    pieces, stride = x.numel() // 8, columns // 64
     padding = (len(wanted) - rows) * stride
-    arguments = x, input_scale, found, found_scales, pieces, padding, COLUMNS // 8, 0 if tiled else stride
+    arguments = x, input_scale, found, found_scales, pieces, padding, columns // 8, 0 if tiled else stride
     run(kernels, "nvfp4_quantize", x.numel() + padding * 8, *arguments)
     same(found_scales, wanted)
     same(found, codes)
     back, again = torch.full_like(x, -1), torch.full_like(reference.tile_scales(scales), -1)
-    run(kernels, "nvfp4_dequantize", x.numel(), codes, scales, input_scale, back, pieces, COLUMNS // 8, stride * 4)
+    run(kernels, "nvfp4_dequantize", x.numel(), codes, scales, input_scale, back, pieces, columns // 8, stride * 4)
     same(back, reference.nvfp4_dequantize(codes, scales, input_scale))
     run(kernels, "tile_scales", again.numel() * 4, scales, again, rows, len(again), stride)
     same(again, reference.tile_scales(scales))
