@@ -47,7 +47,9 @@ def _row(bench: Bench, x: Tensor, weight: Tensor) -> dict[str, Any]:
         flops=2 * len(x) * weight.numel(),
         cold=True,
         overlaps=kernel,
-        why="at two tokens the peers' kernel is of the same kind: either is ahead from run to run" if kernel else "it is cuBLAS",
+        why="a launch and the weights out of the L2 are nearly all of it: either is ahead from run to run"
+        if kernel
+        else "it is cuBLAS",
     )
 
 

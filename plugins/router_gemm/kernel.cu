@@ -7,14 +7,16 @@
 // for it in two steps, alike in A and B. Sums go up in a fixed order, warps through shared memory, CTAs through the cluster's,
 // whose arrival a transaction barrier counts. The same result every time.
 //
-// One or two tokens are faster without tensor cores and clusters (router_gemm_few).
+// One token is faster without tensor cores and clusters (router_gemm_one).
 //
 // Weights do not depend on the kernel before: with programmatic dependent launch they are loaded while it still runs. The choice of
 // experts is a kernel of its own: with dependent launch both take 2.9 us at 1 token, 3.2 at 8, 3.4 at 16 on an H200; with the last
-// CTA choosing, found by a counter, one kernel took 4.0, 5.3 and 6.9 there (2026-11-30).
+// CTA choosing, found by a counter, one kernel took 4.0, 5.3 and 6.9 there (2026-11-30). Of the 2.6 us
+// at 8 tokens, 2.8 at 16 and 3.5 at 32 an empty kernel is 1.0; with loads alone it takes 2.1, 2.2 and 2.1, without loads 1.7, 1.8
+// and 2.1; shared memory instead of registers, clusters of 4, 7 and 16 and four other ways to sum over them were slower.
 //
-// Compiled by NVRTC for one shape: HIDDEN, EXPERTS, BF16_OUT and either TOKENS and THREADS or TOKEN_TILES (of 8), EXPERT_TILES,
-// SPLIT, WARPS, DEPTH (chunks that a warp has on their way) and STREAMED. Needs sm_90.
+// Compiled by NVRTC for one shape: HIDDEN, EXPERTS, BF16_OUT and either THREADS or TOKEN_TILES (of 8), EXPERT_TILES, SPLIT,
+// WARPS, DEPTH (chunks that a warp has on their way) and STREAMED. Needs sm_90.
 
 #include "../numerics.cuh"
 #include "../wgmma.cuh"
@@ -45,68 +47,44 @@ __device__ __forceinline__ uint4 load_weights(const bf16* from) {
   return v;
 }
 
-#ifdef TOKENS
+#ifdef THREADS
 
-// A CTA takes as many experts as there are tokens. That two CTAs fit is said so that loads may have all the registers they want.
-constexpr int TURNS = HIDDEN / (THREADS * 8), SUMS = TOKENS * TOKENS;
+constexpr int TURNS = HIDDEN / (THREADS * 8);
 
-static_assert(TURNS * THREADS * 8 == HIDDEN && EXPERTS % TOKENS == 0, "the shape must split evenly");
+static_assert(TURNS * THREADS * 8 == HIDDEN, "the shape must split evenly");
 
 // Two BF16 in a word, the first in the lower half.
 __device__ __forceinline__ float dot(u32 a, u32 b, float sum) {
   return fmaf(second_of(a), second_of(b), fmaf(first_of(a), first_of(b), sum));
 }
 
-// Sums over the warp of a power of two of values a lane: lane i returns that of value i * SUMS / 32. Lanes exchange halves of what
-// they hold while they hold several.
-__device__ __forceinline__ float fold(float (&values)[SUMS]) {
-  int held = SUMS;
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2) {
-    const bool halve = held > 1, upper = halve && threadIdx.x & distance;
-    held = halve ? held / 2 : 1;
-#pragma unroll
-    for (int i = 0; i < held; ++i) {
-      const float low = values[i], high = values[halve ? i + held : i];
-      values[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, distance);
-    }
-  }
-  return values[0];
-}
-
+// A CTA takes an expert. That two CTAs fit is said so that loads may have all the registers they want.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-router_gemm_few(const bf16* __restrict__ x, const bf16* __restrict__ weight, Out* __restrict__ logits) {
-  __shared__ float sums[THREADS / 32][SUMS];
-  const int begin = threadIdx.x * 8, first_expert = blockIdx.x * TOKENS;
-  uint4 w[TOKENS][TURNS], v[TOKENS][TURNS];
+router_gemm_one(const bf16* __restrict__ x, const bf16* __restrict__ weight, Out* __restrict__ logits) {
+  __shared__ float sums[THREADS / 32];
+  const int begin = threadIdx.x * 8;
+  uint4 w[TURNS], v[TURNS];
 #pragma unroll
-  for (int i = 0; i < TOKENS * TURNS; ++i)
-    w[i / TURNS][i % TURNS] = load_weights(weight + (size_t)(first_expert + i / TURNS) * HIDDEN + begin + i % TURNS * THREADS * 8);
+  for (int i = 0; i < TURNS; ++i) w[i] = load_weights(weight + (size_t)blockIdx.x * HIDDEN + begin + i * THREADS * 8);
   wait_for_inputs();
 #pragma unroll
-  for (int i = 0; i < TOKENS * TURNS; ++i)
-    v[i / TURNS][i % TURNS] = load_input(x + i / TURNS * HIDDEN + begin + i % TURNS * THREADS * 8);
-  float values[SUMS];
+  for (int i = 0; i < TURNS; ++i) v[i] = load_input(x + begin + i * THREADS * 8);
+  float chains[2] = {};
 #pragma unroll
-  for (int i = 0; i < SUMS; ++i) {
-    float sum[2] = {};
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-      const uint4 a = w[i % TOKENS][turn], b = v[i / TOKENS][turn];
-      sum[0] = dot(a.y, b.y, dot(a.x, b.x, sum[0]));
-      sum[1] = dot(a.w, b.w, dot(a.z, b.z, sum[1]));
-    }
-    values[i] = sum[0] + sum[1];
+  for (int i = 0; i < TURNS; ++i) {
+    chains[0] = dot(w[i].y, v[i].y, dot(w[i].x, v[i].x, chains[0]));
+    chains[1] = dot(w[i].w, v[i].w, dot(w[i].z, v[i].z, chains[1]));
   }
-  const float folded = fold(values);
-  constexpr int LANES = 32 / SUMS;
-  if (threadIdx.x % LANES == 0) sums[threadIdx.x / 32][threadIdx.x % 32 / LANES] = folded;
+  float sum = chains[0] + chains[1];
+#pragma unroll
+  for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
-  if (threadIdx.x >= SUMS) return;
+  if (threadIdx.x) return;
   float all = 0.f;
 #pragma unroll
-  for (int warp = 0; warp < THREADS / 32; ++warp) all += sums[warp][threadIdx.x];
-  logits[(size_t)(threadIdx.x / TOKENS) * EXPERTS + first_expert + threadIdx.x % TOKENS] = rounded(all);
+  for (int warp = 0; warp < THREADS / 32; ++warp) all += sums[warp];
+  logits[blockIdx.x] = rounded(all);
 }
 
 #else

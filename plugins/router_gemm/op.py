@@ -29,8 +29,8 @@ MOST_SPLIT = 8
 WARPS_AND_DEPTH = {1: (4, 7), 2: (4, 7), 4: (7, 4), 8: (4, 3)}
 WIDE_WARPS_AND_DEPTH = {1: (14, 4), 2: (8, 4), 4: (7, 2), 8: (4, 2)}
 """Tiles of 8 tokens -> warps of a CTA, at most, and chunks that each has on their way: the fastest on an H200."""
-FEW_TOKENS, FEW_TURNS = 2, 4
-"""Up to these tokens it is faster without tensor cores; loads of a row that a thread has on their way."""
+ONE_TURNS = 4
+"""Loads of a row that a thread has on their way: one token is faster without tensor cores."""
 MANY_EXPERTS, MANY_COLUMNS, MANY_THREADS, TILE_BYTES, MOST_HIDDEN = 32, 64, 128, 1024, 9216
 """Of the kernel for many tokens: experts of a cluster, elements of H of a tile, threads, alignment of tiles, H that fits."""
 WIDE = 1024
@@ -56,11 +56,11 @@ def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> 
     """
     (tokens, hidden), experts = x.shape, weight.shape[0]
     shape = {"HIDDEN": hidden, "EXPERTS": experts, "BF16_OUT": int(logits.dtype == torch.bfloat16)}
-    threads = hidden // (8 * FEW_TURNS)
+    threads = hidden // (8 * ONE_TURNS)
     with torch.cuda.device(x.device):
-        if tokens <= FEW_TOKENS and experts < WIDE and threads % 32 == 0 and threads <= 256:
-            module = SOURCE.module(TOKENS=tokens, THREADS=threads, **shape)
-            module.launch("router_gemm_few", (experts // tokens, 1, 1), threads, x, weight, logits, overlap=overlap)
+        if tokens == 1 and experts < WIDE and threads % 32 == 0 and threads <= 256:
+            module = SOURCE.module(THREADS=threads, **shape)
+            module.launch("router_gemm_one", (experts, 1, 1), threads, x, weight, logits, overlap=overlap)
         elif tokens > MANY_TOKENS and logits.dtype == torch.float32 and _is_hoppers(hidden, experts):
             _launch_many(x, weight, logits, overlap)
         else:
@@ -83,9 +83,7 @@ def _launch_many(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool) -> No
     module.launch("router_gemm_many", grid, MANY_THREADS, *maps, logits, len(x), overlap=overlap, shared=shared)
 
 
-def variant(
-    tokens: int, hidden: int, experts: int, expert_tiles: int = 0
-) -> tuple[str, dict[str, int], tuple[int, int, int], int]:
+def variant(tokens: int, hidden: int, experts: int, expert_tiles: int = 0) -> tuple[str, dict[str, int], tuple[int, int, int], int]:
     """Kernel, macros, grid and threads for up to so many tokens; `expert_tiles`: of 16 experts a CTA, 0 for the fastest."""
     token_tiles, expert_tiles = next(tiles for tiles in (1, 2, 4, 8) if tokens <= 8 * tiles), expert_tiles or 2
     wide = experts >= WIDE

@@ -32,7 +32,7 @@ BUILDS = {
     "nvfp4_convert": [{"EXACT": 0}, {"EXACT": 1}],
     "topk_router": [{"EXPERTS": 256, "GROUPS": 8, "KEPT": 4, "TOP_K": 8, "NORMALIZE": 1}],
     "router_gemm": [
-        {"HIDDEN": 7168, "EXPERTS": 256, "TOKENS": 2, "THREADS": 224, "BF16_OUT": 0},
+        {"HIDDEN": 7168, "EXPERTS": 256, "THREADS": 224, "BF16_OUT": 0},
         {"HIDDEN": 7168, "EXPERTS": 2112, **gemm.variant(16, 7168, 2112)[1], "BF16_OUT": 1},
         {"HIDDEN": 7168, "EXPERTS": 256, **gemm.variant(64, 7168, 256)[1], "BF16_OUT": 0},
     ],
