@@ -6,6 +6,7 @@ the nearest one, a wrong type or value names the field and its limit (`mistakes.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,15 @@ def _compose(overrides: list[str], config_dir: Path | None) -> DictConfig:
     if config_dir:
         _require_own(config_dir)
         wanted.append(f"hydra.searchpath=[file://{config_dir.absolute()}]")
-    ConfigStore.instance().store("schema", Config)
+    _register_schema()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(share("conf")), version_base=HYDRA_VERSION_BASE):
         return compose("config", overrides=wanted)
+
+
+@cache
+def _register_schema() -> None:
+    ConfigStore.instance().store("schema", Config)
 
 
 def _require_own(config_dir: Path) -> None:
