@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from contextlib import nullcontext
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,15 @@ def load_plain(call: StageCall) -> Config:
     return from_plain(call.config)
 
 
+@cache
+def configured(*overrides: str) -> Config:
+    """Kept for the next test that asks the same: do not change it."""
+    return load(["+hw=cpu", *overrides])
+
+
 def graph(tmp_path: Path, *overrides: str) -> Graph:
     return Graph(
-        STAGES, load(["+hw=cpu", *overrides]), Store(tmp_path / "store"), Source(None, "tiny_r1", tmp_path / "digests.json")
+        STAGES, configured(*overrides), Store(tmp_path / "store"), Source(None, "tiny_r1", tmp_path / "digests.json")
     )
 
 
