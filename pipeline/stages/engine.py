@@ -20,6 +20,7 @@ CODE = {
         "pipeline/models/deepseek_v3.py", "plugins/fused_qkv_a/reference.py", "plugins/nvrtc.py",
         "plugins/cluster.cuh", "plugins/numerics.cuh", "plugins/wgmma.cuh", "plugins/trt.py", "plugins/trt_class.py",
         *(f"plugins/{name}/{file}" for name in ("quantize", "router_gemm", "topk_router") for file in PLUGIN),
+        "plugins/topk_router/common.cuh", "plugins/topk_router/ranked.cu",
     ),
     "torch": ("plugins/mla_prefill/crossover.py", "plugins/topk_router/reference.py", "triton_repo/torch/1/runtime.py"),
     "vllm": ("pipeline/engines/trtllm/build.py",),

@@ -1,4 +1,4 @@
-// DeepSeek-V3 routing, one warp a token.
+// DeepSeek-V3 routing, one warp a token, but for the form that ranked.cu has.
 //
 // A lane owns EXPERTS/32 contiguous experts, so lanes ascend as expert indices do and the lowest lane of a ballot is the
 // lowest index: ties need no wider keys. Values are compared as integers ("keys") that are ordered as the floats are, with
@@ -8,7 +8,8 @@
 // Compiled by NVRTC for one configuration: EXPERTS, GROUPS, KEPT (groups), TOP_K, NORMALIZE. Launch with any number of warps
 // up to 4 a block.
 
-typedef unsigned int u32;
+#include "../numerics.cuh"
+#include "common.cuh"
 
 constexpr int MAX_WARPS = 4;
 constexpr int OWN = EXPERTS / 32;              // experts of a lane
@@ -21,27 +22,6 @@ constexpr bool LIMITED = KEPT < GROUPS;
 
 static_assert(OWN * 32 == EXPERTS && LANES * GROUPS == 32 && HELD * 32 == CANDIDATES, "experts must split evenly over 32 lanes");
 static_assert(TOP_K <= 32 && TOP_K <= CANDIDATES, "more experts asked for than lanes or candidates");
-
-__device__ __forceinline__ u32 key_of(float value) {
-  const u32 bits = __float_as_uint(value);
-  return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
-}
-
-__device__ __forceinline__ float value_of(u32 key) { return __uint_as_float(key ^ ((key >> 31) ? 0x80000000u : 0xFFFFFFFFu)); }
-
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
-
-// COUNT consecutive words from `from`, 16 bytes at a time where COUNT allows.
-template <int COUNT, class Word>
-__device__ __forceinline__ void copy(Word* to, const Word* from) {
-  if constexpr (COUNT % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < COUNT / 4; ++i) ((uint4*)to)[i] = ((const uint4*)from)[i];
-  } else {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) to[i] = from[i];
-  }
-}
 
 // The two largest of two such pairs.
 __device__ __forceinline__ void merge(u32& first, u32& second, u32 other_first, u32 other_second) {
@@ -128,10 +108,7 @@ topk_router(const float* logits, const float* __restrict__ bias, float* __restri
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.x * (blockDim.x / 32) + warp;
   alignas(16) float values[OWN], biases[OWN];
   copy<OWN>(biases, bias + lane * OWN);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_inputs();
   if (token >= tokens) return;
   const float* own_logits = logits + (size_t)token * EXPERTS;
   copy<OWN>(values, own_logits + lane * OWN);

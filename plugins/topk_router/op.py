@@ -21,7 +21,9 @@ from plugins.topk_router.reference import route
 
 __all__ = ["topk_router"]
 
-SOURCE = Source(Path(__file__).with_name("kernel.cu"))
+SOURCE, RANKED = Source(Path(__file__).with_name("kernel.cu")), Source(Path(__file__).with_name("ranked.cu"))
+RANKED_FORM = 256, 8, 4, 8
+"""Experts, groups, groups kept, experts chosen of DeepSeek-V3 and R1, for which the second is."""
 WARPS = 4
 """Tokens a block: the fastest, or as fast as any, from 1 to 16384 tokens on an H200."""
 MAX_EXPERTS = 1024
@@ -64,10 +66,16 @@ def launch(
     `overlap`: let it start while the kernel before it on the stream still runs.
     """
     tokens, experts = logits.shape
+    form = experts, n_group, topk_group, top_k
     with torch.cuda.device(logits.device):
-        module = SOURCE.module(**macros(experts, n_group, topk_group, top_k, norm_topk_prob))
+        module = source(*form).module(**macros(*form, norm_topk_prob))
         grid = (-(-tokens // WARPS), 1, 1)
         module.launch("topk_router", grid, 32 * WARPS, logits, bias, weights, indices, tokens, float(scale), overlap=overlap)
+
+
+def source(experts: int, n_group: int, topk_group: int, top_k: int) -> Source:
+    """The kernel of a configuration that has one."""
+    return RANKED if (experts, n_group, topk_group, top_k) == RANKED_FORM else SOURCE
 
 
 def macros(experts: int, n_group: int, topk_group: int, top_k: int, norm_topk_prob: bool) -> dict[str, int]:

@@ -26,8 +26,9 @@ def _refusal(sizes: Sizes, *, n_group: int, topk_group: int, top_k: int, **_: ob
 
 def _kernel(sizes: Sizes, *, n_group: int, topk_group: int, top_k: int, scale: float, norm_topk_prob: bool) -> Kernel:
     tokens, experts = sizes["logits"]
+    form = experts, n_group, topk_group, top_k
     return Kernel(
-        source=op.SOURCE.path, name="topk_router", macros=op.macros(experts, n_group, topk_group, top_k, norm_topk_prob),
+        source=op.source(*form).path, name="topk_router", macros=op.macros(*form, norm_topk_prob),
         grid=((tokens + (op.WARPS - 1)) // op.WARPS, 1, 1), threads=32 * op.WARPS, numbers={"tokens": tokens},
         constants={"scale": scale},
     )  # fmt: skip

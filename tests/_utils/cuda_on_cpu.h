@@ -136,6 +136,7 @@ static inline float __uint_as_float(uint32_t b) { float v; std::memcpy(&v, &b, 4
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fdividef(float a, float b) { return a / b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __saturatef(float v) { return v > 0.f ? std::min(v, 1.f) : 0.f; }  // of NaN, 0
 static inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 #define __expf(v) std::exp((float)(v))  // glibc has the name
 static inline int __float2int_rn(float v) { return (int)std::nearbyint(v); }

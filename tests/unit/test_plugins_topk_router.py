@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch", reason="routers are torch ops")
 from plugins.topk_router import op  # noqa: E402
 from plugins.topk_router.reference import route  # noqa: E402
 
-KERNEL = Path(op.__file__).with_name("kernel.cu")
 SIGNATURES = {"topk_router": "const float*, const float*, float*, int*, int, float"}
 CONFIGS = {
     "deepseek_r1": (256, 8, 4, 8, 2.5, True),
@@ -33,8 +32,8 @@ def inputs(kind: str, experts: int, tokens: int = TOKENS) -> tuple[torch.Tensor,
     bias = torch.randn(experts, generator=generator) * 0.1
     if kind == "ties":
         return logits.round(), (bias * 10).round()
-    if kind == "equal":
-        return torch.zeros(tokens, experts), torch.zeros(experts)
+    if kind in EQUAL:
+        return EQUAL[kind](logits), torch.zeros(experts)
     if kind == "extreme":
         logits[:, ::3], logits[:, 1::3], bias[::7] = -torch.inf, 200.0, -5.0
         logits[:, 5], logits[0] = torch.inf, -torch.inf
@@ -43,7 +42,29 @@ def inputs(kind: str, experts: int, tokens: int = TOKENS) -> tuple[torch.Tensor,
     return logits, bias
 
 
-KINDS = ("random", "ties", "equal", "extreme", "nan")
+def twins(logits: torch.Tensor) -> torch.Tensor:
+    """Of a token's experts, each equals the one that is 1, 2, 4, ... 128 further: in a lane, in other lanes, in other groups."""
+    experts = torch.arange(logits.shape[1])
+    return torch.stack([row[experts & ~(1 << token % 8)] for token, row in enumerate(logits)])
+
+
+def one_pair(logits: torch.Tensor) -> torch.Tensor:
+    """A token's second best equals its best, the next one's third its second, and so on, beyond those that are chosen."""
+    order = logits.argsort(dim=1, descending=True)
+    for token, row in enumerate(order):
+        rank = token % 13
+        logits[token, row[rank + 1]] = logits[token, row[rank]]
+    return logits
+
+
+EQUAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "equal": torch.zeros_like,
+    "twins": twins,
+    "one_pair": one_pair,
+    "tiny": lambda logits: -60 - 0.1 * logits.argsort(dim=1),  # scores of 2^-86 to 2^-123, which are a tenth apart
+}
+"""Logits where there is no bias."""
+KINDS = ("random", "ties", "extreme", "nan", *EQUAL)
 
 
 def check(found: tuple[torch.Tensor, torch.Tensor], logits: torch.Tensor, bias: torch.Tensor, *config: object) -> None:
@@ -53,29 +74,39 @@ def check(found: tuple[torch.Tensor, torch.Tensor], logits: torch.Tensor, bias: 
     choice = logits.sigmoid() + bias
     assert ((indices >= 0) & (indices < logits.shape[1])).all()
     gaps, same = (choice.gather(1, indices.long()) - choice.gather(1, experts)).abs().nan_to_num(), indices.long() == experts
-    assert float(gaps.max()) < 1e-6
+    sizes = (logits.sigmoid() + bias.abs()).gather(1, experts).nan_to_num()
+    assert (gaps <= 1e-6 * sizes).all()
     assert (gaps[~same] > 0).all(), "of what is equal to the bit, the lowest index comes first"
     same = same.all(dim=1)
     torch.testing.assert_close(weights[same], wanted[same], rtol=2e-6, atol=1e-7, equal_nan=True)
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple, CudaOnCpu]:
-    config = CONFIGS[request.param]
-    defines = dict(zip(("EXPERTS", "GROUPS", "KEPT", "TOP_K"), config[:4], strict=True)) | {"NORMALIZE": int(config[5])}
-    return config, CudaOnCpu(KERNEL, SIGNATURES, defines, tmp_path_factory.mktemp("router"))
+SOURCES = dict.fromkeys(CONFIGS, op.SOURCE) | {"deepseek_r1, ranked": op.RANKED}
 
 
-@pytest.mark.parametrize("warps", [1, 4])
+@pytest.fixture(scope="module", params=SOURCES)
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple, CudaOnCpu, list[int]]:
+    """A configuration, its kernel, and warps that it can be launched with."""
+    config, source = CONFIGS[request.param.split(",")[0]], SOURCES[request.param]
+    defines = op.macros(*config[:4], config[5])
+    made = CudaOnCpu(source.path, SIGNATURES, defines, tmp_path_factory.mktemp("router"))
+    return config, made, [op.WARPS] if source is op.RANKED else [1, op.WARPS]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_vs_reference(kernel: tuple[tuple, CudaOnCpu], kind: str, warps: int) -> None:
-    (experts, *config), source = kernel
+def test_kernel_vs_reference(kernel: tuple[tuple, CudaOnCpu, list[int]], kind: str) -> None:
+    (experts, *config), source, blocks = kernel
     logits, bias = inputs(kind, experts)
-    weights, indices = np.full((TOKENS, config[2]), np.nan, np.float32), np.full((TOKENS, config[2]), -1, np.int32)
-    grid = (-(-TOKENS // warps), 1, 1)
-    arrays = (logits.numpy(), bias.numpy(), weights, indices)
-    source.launch("topk_router", grid, 32 * warps, *arrays, TOKENS, float(config[3]))
-    check((torch.from_numpy(weights), torch.from_numpy(indices)), logits, bias, *config)
+    for warps in blocks:
+        weights, indices = np.full((TOKENS, config[2]), np.nan, np.float32), np.full((TOKENS, config[2]), -1, np.int32)
+        arrays = (logits.numpy(), bias.numpy(), weights, indices)
+        source.launch("topk_router", (-(-TOKENS // warps), 1, 1), 32 * warps, *arrays, TOKENS, float(config[3]))
+        check((torch.from_numpy(weights), torch.from_numpy(indices)), logits, bias, *config)
+
+
+def test_each_form_has_its_source() -> None:
+    found = {name: op.source(*config[:4]) for name, config in CONFIGS.items()}
+    assert found == dict.fromkeys(CONFIGS, op.SOURCE) | {"deepseek_r1": op.RANKED}
 
 
 DEVICES = [

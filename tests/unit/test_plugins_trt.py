@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,18 +135,17 @@ def test_a_parameter_that_nothing_gives_a_value_is_refused() -> None:
 class Recorded(Exception):  # noqa: N818
     """A launch."""
 
-    def __init__(self, macros: dict[str, int], name: str, grid: Any, threads: int, *arguments: Any, **_: Any) -> None:
-        self.macros, self.name, self.grid, self.threads, self.arguments = macros, name, tuple(grid), threads, arguments
+    def __init__(self, source: Path, macros: dict[str, int], name: str, grid: Any, threads: int, *arguments: Any, **_: Any) -> None:
+        self.launch, self.arguments = (source, name, macros, tuple(grid), threads), arguments
 
 
-class Recorder:
-    """In place of a kernel's source: a launch is raised."""
+def recorder(source: nvrtc.Source, **macros: int) -> Any:
+    """In place of a source's module: a launch is raised."""
 
-    def module(self, **macros: int) -> Any:
-        def launch(*arguments: Any, **options: Any) -> None:
-            raise Recorded(macros, *arguments, **options)
+    def launch(*arguments: Any, **options: Any) -> None:
+        raise Recorded(source.path, macros, *arguments, **options)
 
-        return type("Module", (), {"launch": staticmethod(launch)})
+    return SimpleNamespace(launch=launch)
 
 
 def launched(name: str, monkeypatch: pytest.MonkeyPatch) -> Recorded:
@@ -157,7 +157,7 @@ def launched(name: str, monkeypatch: pytest.MonkeyPatch) -> Recorded:
         torch.zeros(shape, dtype=DTYPES[kind])
         for shape, kind in zip(plugin.shapes(trt.sizes(plugin, shapes), **attributes), plugin.outputs.values(), strict=True)
     ]
-    monkeypatch.setattr(op, "SOURCE", Recorder())
+    monkeypatch.setattr(nvrtc.Source, "module", recorder)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     halves = (
         [part.view(torch.uint8)[..., : 7168 // 2] for part in (outputs[0], inputs[0])],
@@ -177,11 +177,11 @@ def launched(name: str, monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 @pytest.mark.parametrize("name", CASES)
 def test_launches_are_those_of_the_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same kernel, macros, grid and threads; whole numbers and constants have the values that the op hands over."""
+    """Same source, kernel, macros, grid and threads; whole numbers and constants have the values that the op hands over."""
     kernel = kernel_of(name)
     order = parameters(nvrtc.source_text(kernel.source), kernel.name)
     found = launched(name, monkeypatch)
-    assert (found.name, found.macros, found.grid, found.threads) == (kernel.name, kernel.macros, kernel.grid, kernel.threads)
+    assert found.launch == (kernel.source, kernel.name, kernel.macros, kernel.grid, kernel.threads)
     given = {key: value for key, value in zip(order, found.arguments, strict=True) if not isinstance(value, torch.Tensor)}
     assert given == {**kernel.numbers, **{key: value for key, value in kernel.constants.items() if not isinstance(value, str)}}
 

@@ -1,0 +1,257 @@
+// DeepSeek-V3/R1's routing, 8 of 256 experts in 4 of 8 groups: one warp a token, as in kernel.cu, which has all other forms.
+//
+// That one sorts and picks, and each of its eight picks waits for the one before. Here a value's rank is how many are larger, and
+// all lanes count at once what they read from shared memory: first 8 groups; then the 32 fours of adjacent experts in the kept
+// groups, by their largest (the eight best of them hold the eight best experts); then these 32 experts. To count is to add up
+// differences times 2^120, each held between 0 and 1: multiply-adds, without comparisons or predicates.
+//
+// A smaller value never counts less than a larger one. So ranks that are all different are right; equal values share one, and then
+// another is missing. Those tokens, and those with NaN, are routed once more, one step after another.
+//
+// Compiled by NVRTC with kernel.cu's macros: EXPERTS, GROUPS, KEPT, TOP_K, NORMALIZE. Launch with WARPS warps a block.
+
+#include "../numerics.cuh"
+#include "common.cuh"
+
+constexpr int WARPS = 4;
+constexpr int OWN = EXPERTS / 32, LANES = 32 / GROUPS;  // experts of a lane; lanes of a group
+constexpr float HUGE_SCALE = 0x1p120f;
+constexpr float LAST = 7.5f;  // the eight best have ranks below
+
+// What lanes add up to: a bit for each rank of a chosen expert, their number, a bit for each rank of a group. Eight powers of two
+// make 255 only if all are different, and 32 lanes do not reach from one field into the next.
+constexpr int COUNT_BIT = 13, GROUPS_BIT = 19;
+constexpr u32 RIGHT = 255u | 8u << COUNT_BIT | 255u << GROUPS_BIT;
+
+static_assert(OWN == 8 && GROUPS == 8 && KEPT == 4 && TOP_K == 8, "two fours a lane, 32 in the groups that are kept");
+
+// What the lanes of a token tell each other. Fours are numbered so that lanes have `lane` and `lane + 32`, for fewer conflicts.
+struct alignas(16) Token {
+  float4 scores[64];
+  float4 choices[2][32];  // of a lane's first and second four, in the order of groups' ranks, as the next two
+  int numbers[2][32];
+  float tops[2][32];
+  float groups[GROUPS];
+  float4 candidates[8];  // choices of the best fours
+  int fours[8];          // their numbers
+  float chosen[TOP_K];   // scores, best first
+};
+
+__device__ __forceinline__ int expert_of(int four, int place) { return four % 32 * OWN + four / 32 * 4 + place; }
+__device__ __forceinline__ int four_of(int expert) { return expert / OWN + expert / 4 % 2 * 32; }
+
+// Shared memory in the order of the program: first what others wait for.
+#ifdef __CUDA_ARCH__
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ float4 get(const float4* from) {
+  float4 v;
+  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared_address(from)));
+  return v;
+}
+__device__ __forceinline__ float get(const float* from) {
+  float v;
+  asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared_address(from)));
+  return v;
+}
+__device__ __forceinline__ int get(const int* from) {
+  int v;
+  asm volatile("ld.volatile.shared.s32 %0, [%1];" : "=r"(v) : "r"(shared_address(from)));
+  return v;
+}
+__device__ __forceinline__ void put(float4* to, float4 v) {
+  asm volatile("st.volatile.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+               :: "r"(shared_address(to)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
+}
+__device__ __forceinline__ void put(float* to, float v) {
+  asm volatile("st.volatile.shared.f32 [%0], %1;" :: "r"(shared_address(to)), "f"(v));
+}
+__device__ __forceinline__ void put(int* to, int v) {
+  asm volatile("st.volatile.shared.s32 [%0], %1;" :: "r"(shared_address(to)), "r"(v));
+}
+#else
+template <class T> static T get(const T* from) { return *from; }
+template <class T> static void put(T* to, T v) { *to = v; }
+#endif
+
+__device__ __forceinline__ float score_of(const Token& token, int four, int place) {
+  return get((const float*)(token.scores + four) + place);
+}
+
+__device__ __forceinline__ float sum(float4 v) { return (v.x + v.y) + (v.z + v.w); }
+
+// The two largest of two such pairs.
+__device__ __forceinline__ void merge(float& first, float& second, float other_first, float other_second) {
+  second = fmaxf(fminf(first, other_first), fmaxf(second, other_second));
+  first = fmaxf(first, other_first);
+}
+
+__device__ __forceinline__ void best_two(float4 v, float& first, float& second) {
+  first = fmaxf(v.x, v.y), second = fminf(v.x, v.y);
+  merge(first, second, fmaxf(v.z, v.w), fminf(v.z, v.w));
+}
+
+// How many of the values are larger. What is so by less than 2^-120 counts as a part of one.
+template <int FOURS>
+__device__ __forceinline__ float larger(const float4 (&all)[FOURS], float mine) {
+  const float minus = mine * -HUGE_SCALE;
+  float4 sums;
+#pragma unroll
+  for (int i = 0; i < FOURS; ++i) {
+    const float x = __saturatef(fmaf(all[i].x, HUGE_SCALE, minus)), y = __saturatef(fmaf(all[i].y, HUGE_SCALE, minus));
+    const float z = __saturatef(fmaf(all[i].z, HUGE_SCALE, minus)), w = __saturatef(fmaf(all[i].w, HUGE_SCALE, minus));
+    sums.x = i ? sums.x + x : x, sums.y = i ? sums.y + y : y;
+    sums.z = i ? sums.z + z : z, sums.w = i ? sums.w + w : w;
+  }
+  return sum(sums);
+}
+
+// To the nearest whole number, below 8.
+__device__ __forceinline__ int whole(float count) { return __float_as_uint(count + 0x1p23f) & 7; }
+
+// Of this lane's group among all, by the sum of its two largest choices.
+__device__ __forceinline__ int group_rank(Token& token, float first, float second, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < LANES; distance *= 2)
+    merge(first, second, __shfl_xor_sync(~0u, first, distance), __shfl_xor_sync(~0u, second, distance));
+  if (lane % LANES == 0) put(token.groups + lane / LANES, first + second);
+  __syncwarp();
+  const float4* groups = (const float4*)token.groups;
+  const float4 all[2] = {get(groups), get(groups + 1)};
+  return whole(larger(all, first + second));
+}
+
+// Finds the eight best fours, a bit for the lane of each, and puts them where candidates are.
+__device__ __forceinline__ u32 keep_fours(Token& token, const float4 (&choices)[2], const float (&tops)[2], int place, int lane) {
+  put(token.tops[0] + place, tops[0]), put(token.tops[1] + place, tops[1]);
+  __syncwarp();
+  const int half = lane / 16, at = lane % 16;  // those of the kept groups come first
+  const float top = get(token.tops[half] + at);
+  float4 all[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) all[i] = get((const float4*)token.tops[i / 4] + i % 4);
+  put(token.choices[0] + place, choices[0]), put(token.choices[1] + place, choices[1]);
+  put(token.numbers[0] + place, lane), put(token.numbers[1] + place, lane + 32);
+  __syncwarp();
+  const float4 four = get(token.choices[half] + at);
+  const int number = get(token.numbers[half] + at);
+  const bool best = larger(all, top) < LAST;
+  const u32 all_best = __ballot_sync(~0u, best);
+  const int slot = __popc(all_best & ((1u << lane) - 1));
+  if (best && slot < 8) put(token.candidates + slot, four), put(token.fours + slot, number);
+  __syncwarp();
+  return all_best;
+}
+
+__device__ __forceinline__ u32 key_at(const Token& token, const float* bias, int lane, int i) {
+  return key_of(score_of(token, lane + i / 4 * 32, i % 4) + bias[lane * OWN + i]);
+}
+
+// Whether this lane's group is among the KEPT best, ties by lowest index.
+__device__ __forceinline__ bool kept_slowly(const Token& token, const float* bias, int lane) {
+  u32 best = 0, next = 0;
+#pragma unroll 1
+  for (int i = 0; i < OWN; ++i) {
+    const u32 key = key_at(token, bias, lane, i);
+    next = max(min(best, key), next), best = max(best, key);
+  }
+#pragma unroll 1
+  for (int distance = 1; distance < LANES; distance *= 2) {
+    const u32 other = __shfl_xor_sync(~0u, best, distance), other_next = __shfl_xor_sync(~0u, next, distance);
+    next = max(min(best, other), max(next, other_next)), best = max(best, other);
+  }
+  const u32 mine = key_of(value_of(best) + value_of(next));
+  int better = 0;
+#pragma unroll 1
+  for (int group = 0; group < GROUPS; ++group) {
+    const u32 theirs = __shfl_sync(~0u, mine, group * LANES);
+    better += theirs > mine || (theirs == mine && group < lane / LANES);
+  }
+  return better < KEPT;
+}
+
+// Picks one expert after another, of equal ones the lowest; the lane of each rank gets its expert.
+__device__ __forceinline__ int pick_slowly(const Token& token, const float* bias, int lane) {
+  u32 left = kept_slowly(token, bias, lane) ? (1u << OWN) - 1 : 0;  // a bit for each of this lane's
+  int expert = 0;
+#pragma unroll 1
+  for (int rank = 0; rank < TOP_K; ++rank) {
+    u32 top = 0;
+    int at = 0;
+#pragma unroll 1
+    for (int i = 0; i < OWN; ++i) {
+      const u32 key = left >> i & 1 ? key_at(token, bias, lane, i) : 0;
+      if (key > top) top = key, at = i;
+    }
+    const int from = __ffs(__ballot_sync(~0u, top == __reduce_max_sync(~0u, top))) - 1;
+    const int picked = from * OWN + __shfl_sync(~0u, at, from);
+    if (lane == from) left &= ~(1u << at);
+    if (lane == rank) expert = picked;
+  }
+  return expert;
+}
+
+__device__ __forceinline__ void route_slowly(const Token& token, const float* bias, float* weights, int* indices, float scale,
+                                             int lane) {
+  const int expert = pick_slowly(token, bias, lane);
+  float weight = lane < TOP_K ? score_of(token, four_of(expert), expert % 4) : 0.f, total = weight;
+#pragma unroll 1
+  for (int distance = 1; distance < TOP_K; distance *= 2) total += __shfl_xor_sync(~0u, total, distance);
+  if constexpr (NORMALIZE) weight *= near_reciprocal(total + 1e-20f);
+  if (lane < TOP_K) weights[lane] = weight * scale, indices[lane] = expert;
+}
+
+// logits [tokens, EXPERTS] (not __restrict__: they would be loaded before the wait), bias [EXPERTS] -> weights and indices
+// [tokens, TOP_K]
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+topk_router(const float* logits, const float* __restrict__ bias, float* __restrict__ weights,
+            int* __restrict__ indices, int tokens, float scale) {
+  __shared__ Token shared[WARPS];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const u32 row = blockIdx.x * WARPS + warp;
+  Token& token = shared[warp];
+  alignas(16) float scores[OWN], biases[OWN];
+  copy<OWN>(biases, bias + lane * OWN);
+  wait_for_inputs();
+  if (row >= tokens) return;
+  copy<OWN>(scores, logits + (size_t)row * EXPERTS + lane * OWN);
+#pragma unroll
+  for (int i = 0; i < OWN; ++i) scores[i] = sigmoid(scores[i]), biases[i] += scores[i];
+  const float4 choices[2] = {((const float4*)biases)[0], ((const float4*)biases)[1]};
+  const float total = sum(choices[0]) + sum(choices[1]);
+  float tops[2], seconds[2];
+  best_two(choices[0], tops[0], seconds[0]);
+  best_two(choices[1], tops[1], seconds[1]);
+  float first = tops[0], second = seconds[0];
+  merge(first, second, tops[1], seconds[1]);
+  put(token.scores + lane, ((const float4*)scores)[0]), put(token.scores + lane + 32, ((const float4*)scores)[1]);
+
+  const int group = group_rank(token, first, second, lane);
+  const u32 best_fours = keep_fours(token, choices, tops, group * LANES + lane % LANES, lane);
+  const u32 nan = __ballot_sync(~0u, total != total);
+
+  const int four = get(token.fours + lane / 4) & 63;  // any, where fewer than eight were found
+  const float choice = get((const float*)token.candidates + lane);
+  float4 all[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) all[i] = get(token.candidates + i);
+  const float score = score_of(token, four, lane % 4);
+  const float count = larger(all, choice);
+  const bool chosen = count < LAST;
+  const int rank = whole(count);
+  if (chosen) put(token.chosen + rank, score);
+  __syncwarp();
+  const u32 ranks = (chosen ? 1u << rank | 1u << COUNT_BIT : 0) + (lane % LANES ? 0 : 1u << (GROUPS_BIT + group));
+  const u32 seen = __reduce_add_sync(~0u, ranks);
+  float weight = score * scale;
+  if constexpr (NORMALIZE) {
+    const float4* best = (const float4*)token.chosen;
+    weight *= near_reciprocal(sum(get(best)) + sum(get(best + 1)) + 1e-20f);
+  }
+  const size_t out = (size_t)row * TOP_K;
+  if (chosen) weights[out + rank] = weight, indices[out + rank] = expert_of(four, lane % 4);
+  const u32 wrong = (__popc(best_fours) ^ 8) | (seen ^ RIGHT) | nan;
+  if (wrong == 0) return;
+  __syncwarp();  // what was written is written over
+  route_slowly(token, bias, weights + out, indices + out, scale, lane);
+}
