@@ -27,7 +27,10 @@ from tests._utils import random_checkpoint
 ROOT = Path(__file__).parents[1]
 QUICK = ("+hw=cpu", "engine.torch.compiler=export", "verify.tokens=512", "checkpoint=../two_layers")
 """The words of `quick_build`, in the folder of a `Workspace`."""
-LONG = ("engine_torch_build", "build", "tensorrt_engine", "tensorrt_network", "engine_torch_plugins", "onnx", "verify", "recipes")
+LONG = (
+    "engine_torch_build", "build", "plan_search", "plugins_nvrtc", "tensorrt_engine", "tensorrt_network", "engine_torch_plugins",
+    "onnx", "bench_block", "native_neon", "plugins_fp4_allgather", "reference_model", "tensorrt_runtime", "verify", "recipes",
+)  # fmt: skip
 """Files that take longest, longest first."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
