@@ -41,27 +41,21 @@ def _sub(line: np.ndarray, above: np.ndarray, channels: int) -> np.ndarray:
     return np.add.accumulate(line.reshape(-1, channels), axis=0, dtype=np.uint8).reshape(-1)
 
 
-def _average(line: np.ndarray, above: np.ndarray, channels: int) -> np.ndarray:
-    out, left = np.empty_like(line), np.zeros(channels, int)
-    for start in range(0, len(line), channels):
-        part = slice(start, start + channels)
-        left = (line[part] + (left + above[part]) // 2) % 256
-        out[part] = left
-    return out
+def _average(line: np.ndarray, above: np.ndarray, channels: int) -> list[int]:
+    out, up = [0] * channels + line.tolist(), [0] * channels + above.tolist()
+    for place in range(channels, len(out)):
+        out[place] = (out[place] + (out[place - channels] + up[place]) // 2) & 255
+    return out[channels:]
 
 
-def _paeth(line: np.ndarray, above: np.ndarray, channels: int) -> np.ndarray:
-    out = np.empty_like(line)
-    left = corner = np.zeros(channels, int)
-    for start in range(0, len(line), channels):
-        part = slice(start, start + channels)
-        up = above[part].astype(int)
+def _paeth(line: np.ndarray, above: np.ndarray, channels: int) -> list[int]:
+    out, ups = [0] * channels + line.tolist(), [0] * channels + above.tolist()
+    for place in range(channels, len(out)):
+        left, up, corner = out[place - channels], ups[place], ups[place - channels]
         guess = left + up - corner
-        apart = np.abs(np.stack([guess - left, guess - up, guess - corner]))
-        nearest = np.choose(apart.argmin(axis=0), [left, up, corner])
-        left, corner = (line[part] + nearest) % 256, up
-        out[part] = left
-    return out
+        nearest = min((left, up, corner), key=lambda value: abs(guess - value))  # the first of those that are as near
+        out[place] = (out[place] + nearest) & 255
+    return out[channels:]
 
 
 _FILTERS = [
