@@ -10,8 +10,8 @@ clean. On an H200 (tools 2025.3 of CUDA 13.0, 2026-11-30, --jobs 10) all took a 
 
     memcheck     every plugin: 0 errors
     synccheck    every plugin: 0 errors, in what it can follow (UNFOLLOWED)
-    racecheck    fused_qkv_a, kv_quantize, mla_decode, mla_prefill, nvfp4_convert, quantize, topk_router and trt: no hazard in what it
-                 can follow; it breaks on all of mla_absorb, moe_grouped_gemm and router_gemm (BREAKING)
+    racecheck    fused_qkv_a, kv_quantize, mla_decode, mla_prefill, nvfp4_convert, quantize, topk_router and trt: no hazard in
+                 what it can follow; it breaks on all of mla_absorb, moe_grouped_gemm and router_gemm (BREAKING)
 """
 
 from __future__ import annotations
