@@ -19,6 +19,13 @@ __device__ __forceinline__ float sigmoid(float x) {
   return __fdividef(1.f, 1.f + power);
 }
 
+// The two largest of two such pairs.
+template <class Number>
+__device__ __forceinline__ void merge(Number& first, Number& second, Number other_first, Number other_second) {
+  second = max(min(first, other_first), max(second, other_second));
+  first = max(first, other_first);
+}
+
 // COUNT consecutive words from `from`, 16 bytes at a time where COUNT allows.
 template <int COUNT, class Word>
 __device__ __forceinline__ void copy(Word* to, const Word* from) {

@@ -23,12 +23,6 @@ constexpr bool LIMITED = KEPT < GROUPS;
 static_assert(OWN * 32 == EXPERTS && LANES * GROUPS == 32 && HELD * 32 == CANDIDATES, "experts must split evenly over 32 lanes");
 static_assert(TOP_K <= 32 && TOP_K <= CANDIDATES, "more experts asked for than lanes or candidates");
 
-// The two largest of two such pairs.
-__device__ __forceinline__ void merge(u32& first, u32& second, u32 other_first, u32 other_second) {
-  second = max(min(first, other_first), max(second, other_second));
-  first = max(first, other_first);
-}
-
 // Two largest keys of this lane's group, as a tree: latency is what counts here.
 __device__ __forceinline__ void best_two(const u32 (&keys)[OWN], u32& first, u32& second) {
   u32 firsts[OWN], seconds[OWN];

@@ -80,12 +80,6 @@ __device__ __forceinline__ float score_of(const Token& token, int four, int plac
 
 __device__ __forceinline__ float sum(float4 v) { return (v.x + v.y) + (v.z + v.w); }
 
-// The two largest of two such pairs.
-__device__ __forceinline__ void merge(float& first, float& second, float other_first, float other_second) {
-  second = fmaxf(fminf(first, other_first), fmaxf(second, other_second));
-  first = fmaxf(first, other_first);
-}
-
 __device__ __forceinline__ void best_two(float4 v, float& first, float& second) {
   first = fmaxf(v.x, v.y), second = fminf(v.x, v.y);
   merge(first, second, fmaxf(v.z, v.w), fminf(v.z, v.w));
@@ -151,15 +145,10 @@ __device__ __forceinline__ u32 key_at(const Token& token, const float* bias, int
 __device__ __forceinline__ bool kept_slowly(const Token& token, const float* bias, int lane) {
   u32 best = 0, next = 0;
 #pragma unroll 1
-  for (int i = 0; i < OWN; ++i) {
-    const u32 key = key_at(token, bias, lane, i);
-    next = max(min(best, key), next), best = max(best, key);
-  }
+  for (int i = 0; i < OWN; ++i) merge(best, next, key_at(token, bias, lane, i), 0u);
 #pragma unroll 1
-  for (int distance = 1; distance < LANES; distance *= 2) {
-    const u32 other = __shfl_xor_sync(~0u, best, distance), other_next = __shfl_xor_sync(~0u, next, distance);
-    next = max(min(best, other), max(next, other_next)), best = max(best, other);
-  }
+  for (int distance = 1; distance < LANES; distance *= 2)
+    merge(best, next, __shfl_xor_sync(~0u, best, distance), __shfl_xor_sync(~0u, next, distance));
   const u32 mine = key_of(value_of(best) + value_of(next));
   int better = 0;
 #pragma unroll 1
