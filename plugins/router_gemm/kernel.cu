@@ -11,9 +11,10 @@
 //
 // Weights do not depend on the kernel before: with programmatic dependent launch they are loaded while it still runs. The choice of
 // experts is a kernel of its own: with dependent launch both take 2.9 us at 1 token, 3.2 at 8, 3.4 at 16 on an H200; with the last
-// CTA choosing, found by a counter, one kernel took 4.0, 5.3 and 6.9 there (2026-11-30). Of the 2.6 us
-// at 8 tokens, 2.8 at 16 and 3.5 at 32 an empty kernel is 1.0; with loads alone it takes 2.1, 2.2 and 2.1, without loads 1.7, 1.8
-// and 2.1; shared memory instead of registers, clusters of 4, 7 and 16 and four other ways to sum over them were slower.
+// CTA choosing, found by a counter, one kernel took 4.0, 5.3 and 6.9 there (2026-11-30).
+//
+// Of its 2.6, 2.8 and 3.5 us there at 8, 16 and 32 tokens an empty kernel is 1.0; with loads alone it takes 2.1, 2.2 and 2.1, without
+// loads 1.7, 1.8 and 2.1. Shared memory instead of registers, clusters of 4, 7 and 16 and four other ways to sum were slower.
 //
 // Compiled by NVRTC for one shape: HIDDEN, EXPERTS, BF16_OUT and either THREADS or TOKEN_TILES (of 8), EXPERT_TILES, SPLIT,
 // WARPS, DEPTH (chunks that a warp has on their way) and STREAMED. Needs sm_90.

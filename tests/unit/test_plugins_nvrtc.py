@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="kernels run on torch's device")
 
 from plugins import nvrtc  # noqa: E402
 from plugins.router_gemm import op as gemm  # noqa: E402
+from plugins.topk_router import op as router  # noqa: E402
 
 SOURCES = sorted(Path(nvrtc.__file__).parent.glob("*/*.cu"))
 BUILDS = {
@@ -30,7 +31,8 @@ BUILDS = {
     "kv_quantize": [{"CHUNK": 64, "DIM": 576, "THREADS": 384, "INT8": int8} for int8 in (0, 1)],
     "quantize": [{"COLUMNS": 7168, "UNROLL": count, "THREADS": 256} for count in (1, 2)],
     "nvfp4_convert": [{"EXACT": 0}, {"EXACT": 1}],
-    "topk_router": [{"EXPERTS": 256, "GROUPS": 8, "KEPT": 4, "TOP_K": 8, "NORMALIZE": 1}],
+    "topk_router": [router.macros(*form, True) for form in (router.RANKED_FORM, (384, 1, 1, 8))],
+    "topk_router/ranked.cu": [router.macros(*router.RANKED_FORM, True)],
     "router_gemm": [
         {"HIDDEN": 7168, "EXPERTS": 256, "THREADS": 224, "BF16_OUT": 0},
         {"HIDDEN": 7168, "EXPERTS": 2112, **gemm.variant(16, 7168, 2112)[1], "BF16_OUT": 1},
