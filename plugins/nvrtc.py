@@ -37,8 +37,10 @@ TENSOR_MAP_KINDS, SWIZZLE_128B = {1: 0, 2: 9, 4: 7}, 3
 """Of elements of 1, 2 and 4 bytes: CU_TENSOR_MAP_DATA_TYPE_UINT8, _BFLOAT16, _FLOAT32"""
 PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
-MAX_DYNAMIC_SHARED = 8
-"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
+MAX_DYNAMIC_SHARED, CLUSTER_WIDTH, ANY_CLUSTER = 8, 11, 14
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, _REQUIRED_CLUSTER_WIDTH, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED"""
+PORTABLE_CLUSTER = 8
+"""A wider cluster a kernel must be allowed."""
 
 
 _carried: list[Path] = []
@@ -86,6 +88,7 @@ class Module:
     def __init__(self, cubin: bytes) -> None:
         self._library = ctypes.c_void_p()
         self._functions: dict[tuple[str, int], ctypes.c_void_p] = {}
+        self._clusters: dict[tuple[str, int], int] = {}
         _ok(_driver().cuLibraryLoadData(ctypes.byref(self._library), cubin, None, None, 0, None, None, 0), "load a kernel")
 
     def launch(
@@ -104,6 +107,18 @@ class Module:
         config = _Launch(*grid, threads, 1, 1, shared, stream, ctypes.pointer(_OVERLAP) if overlap else None, int(overlap))
         _ok(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function(name, shared), pointers, None), f"launch {name}")
 
+    def clusters(self, name: str, threads: int, shared: int = 0) -> int:
+        """How many clusters of a kernel the current GPU runs at once, with nothing else on it: 0 where none fits."""
+        import torch
+
+        key = name, torch.cuda.current_device()
+        if key not in self._clusters:
+            count, kernel = ctypes.c_int(), self._function(name, shared)
+            config = _Launch(self._width(kernel, key[1]), 1, 1, threads, 1, 1, shared)
+            found = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), kernel, ctypes.byref(config))
+            self._clusters[key] = 0 if found else count.value
+        return self._clusters[key]
+
     def _function(self, name: str, shared: int) -> ctypes.c_void_p:
         import torch
 
@@ -111,10 +126,19 @@ class Module:
         if key not in self._functions:
             kernel = ctypes.c_void_p()
             _ok(_driver().cuLibraryGetKernel(ctypes.byref(kernel), self._library, name.encode()), f"find {name}")
+            if self._width(kernel, key[1]) > PORTABLE_CLUSTER:
+                _ok(_driver().cuKernelSetAttribute(ANY_CLUSTER, 1, kernel, key[1]), f"allow {name} a cluster of its size")
             if shared > STATIC_SHARED:
                 _ok(_driver().cuKernelSetAttribute(MAX_DYNAMIC_SHARED, shared, kernel, key[1]), f"give {name} {shared} bytes")
             self._functions[key] = kernel
         return self._functions[key]
+
+    @staticmethod
+    def _width(kernel: ctypes.c_void_p, device: int) -> int:
+        """CTAs of its cluster; 0 without."""
+        width = ctypes.c_int()
+        _ok(_driver().cuKernelGetAttribute(ctypes.byref(width), CLUSTER_WIDTH, kernel, device), "ask a kernel for its cluster")
+        return width.value
 
 
 def aligned(tensor: Any) -> Any:

@@ -105,6 +105,9 @@ __device__ __forceinline__ void copy_tile(u32 tile, const TensorMap* map, int co
       :: "r"(tile), "l"((u64)map), "r"(column), "r"(row), "r"(shared_address(barrier)) : "memory");
 }
 
+// Its description, ahead of the first copy.
+__device__ __forceinline__ void fetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" :: "l"((u64)map) : "memory"); }
+
 // What ordinary stores wrote to shared memory becomes visible to matrix and copy instructions.
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

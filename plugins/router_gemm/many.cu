@@ -1,34 +1,48 @@
-// logits [tokens, EXPERTS] = x [tokens, HIDDEN] * weight [EXPERTS, HIDDEN]^T for 33 to 64 tokens, BF16 in, FP32 out, on Hopper's
-// matrix instructions: tokens are their 64 rows, 32 experts their columns. A cluster of eight CTAs shares these experts, each takes
-// an eighth of HIDDEN and has all of it on its way at once, through TMA, which gives zeros beyond the last token without reading.
+// logits [tokens, EXPERTS] = x [tokens, HIDDEN] * weight [EXPERTS, HIDDEN]^T for 17 to 64 tokens, BF16 in, FP32 out, on Hopper's
+// matrix instructions: tokens are their 64 rows, experts their columns. A cluster of SPLIT CTAs shares the experts of a group, each
+// takes a part of HIDDEN and has all of it on its way at once, through TMA, which gives zeros beyond the last token, but slowly: ROWS
+// is the number of tokens, rounded up to 8. Instructions read 64 rows all the same, beyond ROWS whatever follows in shared memory,
+// for sums that are not used.
 //
-// x is read by every cluster: fewer, of more experts, would read less, but too few multiprocessors then read. Of 128 CTAs, not
-// all clusters of eight would fit at once. Compiled by NVRTC: HIDDEN, EXPERTS. Needs sm_90a.
+// x is read by every cluster: fewer, of more experts, would read less, but too few multiprocessors then read. Clusters share the
+// tiles of 8 experts, some one more than others: seven clusters of sixteen CTAs fit on an H200 at once, or fifteen of eight, and
+// one that has to wait takes as long again.
+//
+// Compiled by NVRTC: HIDDEN, EXPERTS, ROWS, SPLIT, GROUPS, TILES (of a group at most, 4 or 5). Needs sm_90a.
 
 #include "../numerics.cuh"
 #include "../wgmma.cuh"
 #include "../cluster.cuh"
 
-constexpr int SPLIT = 8, COLUMNS = 32, OWN = HIDDEN / SPLIT, CHUNKS = OWN / 64;
-constexpr int X_BYTES = 64 * 128, W_BYTES = COLUMNS * 128, STAGE = X_BYTES + W_BYTES;
-constexpr int QUADS = 128 * COLUMNS / 8, SHARE = QUADS / SPLIT;  // four sums a thread and 8 columns
+constexpr int ALL = EXPERTS / 8, COLUMNS = 8 * TILES, OWN = HIDDEN / SPLIT, CHUNKS = OWN / 64;
+constexpr int X_BYTES = ROWS * 128, W_BYTES = COLUMNS * 128, STAGE = X_BYTES + W_BYTES;
+constexpr int SENDERS = (ROWS + 15) / 16 * 32;  // threads whose rows are used
+constexpr int QUADS = SENDERS * TILES, SHARE = QUADS / SPLIT;  // four sums a thread and 8 columns
 
-static_assert(CHUNKS * 64 * SPLIT == HIDDEN && EXPERTS % COLUMNS == 0, "the shape must split evenly");
+static_assert(CHUNKS * 64 * SPLIT == HIDDEN && ALL * 8 == EXPERTS && ROWS % 8 == 0, "the shape must split evenly");
+static_assert(TILES * GROUPS >= ALL && SHARE * SPLIT == QUADS, "the shape must split evenly");
 
-// sum [64, 32] = (or +=) a [64, 16] * b [32, 16]^T, both in shared memory, rows along the inner axis
-__device__ __forceinline__ void wgmma_32(float (&s)[16], u64 a, u64 b, int add) {
+// sum [64, COLUMNS] = (or +=) a [64, 16] * b [COLUMNS, 16]^T, both in shared memory, rows along the inner axis
+__device__ __forceinline__ void product(float (&s)[COLUMNS / 2], u64 a, u64 b, int add) {
+#if TILES == 5
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %22, 0; wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 {" PLACES_16
+      ",%16,%17,%18,%19}, %20, %21, p, 1, 1, 0, 0; }"
+      : SUMS_16(s, 0), FOUR(s, 16) : "l"(a), "l"(b), "r"(add));
+#else
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" PLACES_16
       "}, %16, %17, p, 1, 1, 0, 0; }"
       : SUMS_16(s, 0) : "l"(a), "l"(b), "r"(add));
+#endif
 }
 
 // A thread's four sums of 8 columns: two experts of a token, and of the token 8 further.
-__device__ __forceinline__ void write(float* logits, int quad, float4 v, int first_expert, int tokens) {
-  const int thread = quad % 128, token = thread / 32 * 16 + thread % 32 / 4;
-  float* to = logits + (size_t)token * EXPERTS + first_expert + quad / 128 * 8 + thread % 4 * 2;
-  if (token < tokens) *(float2*)to = make_float2(v.x, v.y);
-  if (token + 8 < tokens) *(float2*)(to + 8 * EXPERTS) = make_float2(v.z, v.w);
+__device__ __forceinline__ void write(float* logits, int quad, float4 v, int first, int tiles, int tokens) {
+  const int tile = quad / SENDERS, sender = quad % SENDERS, token = sender / 32 * 16 + sender % 32 / 4;
+  float* to = logits + (size_t)token * EXPERTS + (first + tile) * 8 + sender % 4 * 2;
+  if (tile < tiles && token < tokens) *(float2*)to = make_float2(v.x, v.y);
+  if (tile < tiles && token + 8 < tokens) *(float2*)(to + 8 * EXPERTS) = make_float2(v.z, v.w);
 }
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(128, 1)
@@ -38,7 +52,9 @@ router_gemm_many(const __grid_constant__ TensorMap x, const __grid_constant__ Te
   __shared__ float4 parts[SPLIT][SHARE];
   __shared__ u64 loaded[CHUNKS], summed;
   const u32 stages = (shared_address(memory) + 1023) / 1024 * 1024;
-  const int rank = blockIdx.x % SPLIT, first_expert = blockIdx.x / SPLIT * COLUMNS;
+  const int rank = blockIdx.x % SPLIT, group = blockIdx.x / SPLIT;
+  const int first = group * ALL / GROUPS, tiles = (group + 1) * ALL / GROUPS - first;
+  if (threadIdx.x == 96) fetch(&x), fetch(&weight);
   if (threadIdx.x == 0) {
     for (int i = 0; i < CHUNKS; ++i) barrier_init(&loaded[i], 2);
     expect_from_cluster(&summed, sizeof(parts));
@@ -49,7 +65,7 @@ router_gemm_many(const __grid_constant__ TensorMap x, const __grid_constant__ Te
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
       barrier_expect(&loaded[i], W_BYTES);
-      copy_tile(stages + i * STAGE + X_BYTES, &weight, rank * OWN + i * 64, first_expert, &loaded[i]);
+      copy_tile(stages + i * STAGE + X_BYTES, &weight, rank * OWN + i * 64, first * 8, &loaded[i]);
     }
   }
   wait_for_inputs();
@@ -68,17 +84,19 @@ router_gemm_many(const __grid_constant__ TensorMap x, const __grid_constant__ Te
     barrier_wait(&loaded[i], 0);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      wgmma_32(sum, descriptor(stages + i * STAGE + k * 32, 16), descriptor(stages + i * STAGE + X_BYTES + k * 32, 16), i || k);
+      product(sum, descriptor(stages + i * STAGE + k * 32, 16), descriptor(stages + i * STAGE + X_BYTES + k * 32, 16), i || k);
     wgmma_commit();
   }
   wgmma_wait<0>();
   cluster_wait();  // all CTAs have begun, so their shared memory is there
+  if (threadIdx.x < SENDERS) {
 #pragma unroll
-  for (int j = 0; j < COLUMNS / 8; ++j) {
-    const int i = j * 128 + threadIdx.x;
-    push(&parts[rank][i % SHARE], &summed, i / SHARE, make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
+    for (int j = 0; j < TILES; ++j) {
+      const int i = j * SENDERS + threadIdx.x;
+      push(&parts[rank][i % SHARE], &summed, i / SHARE, make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
+    }
   }
   if (threadIdx.x >= SHARE) return;
   barrier_wait(&summed, 0);
-  write(logits, rank * SHARE + threadIdx.x, sum_of(parts, threadIdx.x), first_expert, tokens);
+  write(logits, rank * SHARE + threadIdx.x, sum_of(parts, threadIdx.x), first, tiles, tokens);
 }

@@ -21,7 +21,7 @@ __all__ = ["check", "fits", "has_kernel", "launch", "router_gemm", "variant"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"))
 MANY = Source(Path(__file__).with_name("many.cu"), specific=True)
-MAX_TOKENS, MANY_TOKENS = 64, 32
+MAX_TOKENS, MANY_TOKENS = 64, 16
 """Beyond the second, the kernel of Hopper alone, where it fits."""
 CHUNK = 32
 """Elements of H that a warp takes at a time."""
@@ -31,8 +31,11 @@ WIDE_WARPS_AND_DEPTH = {1: (14, 4), 2: (8, 4), 4: (7, 2), 8: (4, 2)}
 """Tiles of 8 tokens -> warps of a CTA, at most, and chunks that each has on their way: the fastest on an H200."""
 ONE_TURNS = 4
 """Loads of a row that a thread has on their way: one token is faster without tensor cores."""
-MANY_EXPERTS, MANY_COLUMNS, MANY_THREADS, TILE_BYTES, MOST_HIDDEN = 32, 64, 128, 1024, 9216
-"""Of the kernel for many tokens: experts of a cluster, elements of H of a tile, threads, alignment of tiles, H that fits."""
+MANY_FORMS = (32, 16, 5, 7), (MAX_TOKENS, 8, 4, 15)
+"""Of the kernel for many tokens, the fastest on an H200: tokens at most, CTAs of a cluster, tiles of 8 experts of a group at most,
+groups at most: as many as have multiprocessors of their own there."""
+MANY_COLUMNS, MANY_THREADS, TILE_BYTES, MOST_OWN = 64, 128, 1024, 1152
+"""Elements of H of a tile, threads, alignment of tiles, a CTA's share of H that fits."""
 WIDE = 1024
 """From these experts on, two CTAs that share a sum over H fill the chip; else it takes eight."""
 
@@ -61,26 +64,28 @@ def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> 
         if tokens == 1 and experts < WIDE and threads % 32 == 0 and threads <= 256:
             module = SOURCE.module(THREADS=threads, **shape)
             module.launch("router_gemm_one", (experts, 1, 1), threads, x, weight, logits, overlap=overlap)
-        elif tokens > MANY_TOKENS and logits.dtype == torch.float32 and _is_hoppers(hidden, experts):
-            _launch_many(x, weight, logits, overlap)
-        else:
+        elif not (tokens > MANY_TOKENS and logits.dtype == torch.float32 and _launch_many(x, weight, logits, overlap)):
             name, macros, grid, threads = variant(tokens, hidden, experts)
             SOURCE.module(**macros, **shape).launch(name, grid, threads, x, weight, logits, tokens, overlap=overlap)
 
 
-def _is_hoppers(hidden: int, experts: int) -> bool:
-    """Whether the kernel for many tokens fits the shape and the current GPU."""
-    sizes = hidden % (MANY_COLUMNS * MOST_SPLIT) == 0 and hidden <= MOST_HIDDEN and experts < WIDE
-    return sizes and torch.cuda.get_device_capability() == (9, 0)
-
-
-def _launch_many(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool) -> None:
-    experts, hidden = weight.shape
-    shared = hidden // MOST_SPLIT * (MAX_TOKENS + MANY_EXPERTS) * 2 + TILE_BYTES
-    maps = tensor_map(x, MAX_TOKENS, MANY_COLUMNS), tensor_map(weight, MANY_EXPERTS, MANY_COLUMNS)
-    grid = experts // MANY_EXPERTS * MOST_SPLIT, 1, 1
-    module = MANY.module(HIDDEN=hidden, EXPERTS=experts)
-    module.launch("router_gemm_many", grid, MANY_THREADS, *maps, logits, len(x), overlap=overlap, shared=shared)
+def _launch_many(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool) -> bool:
+    """Whether the kernel for many tokens fits the shape and the current GPU; if so it is launched."""
+    (experts, hidden), rows = weight.shape, -(-len(x) // 8) * 8
+    if torch.cuda.get_device_capability() != (9, 0) or experts % 8 or experts >= WIDE:
+        return False
+    for most, split, tiles, most_groups in MANY_FORMS:
+        groups, columns = -(-experts // 8 // tiles), 8 * tiles
+        if rows > most or groups > most_groups or hidden % (MANY_COLUMNS * split) or hidden // split > MOST_OWN:
+            continue
+        module = MANY.module(HIDDEN=hidden, EXPERTS=experts, ROWS=rows, SPLIT=split, GROUPS=groups, TILES=tiles)
+        shared = hidden // split * (rows + columns) * 2 + max(0, 64 - rows - columns) * 128 + TILE_BYTES
+        if module.clusters("router_gemm_many", MANY_THREADS, shared) < groups:
+            continue
+        maps, grid = (tensor_map(x, rows, MANY_COLUMNS), tensor_map(weight, columns, MANY_COLUMNS)), (groups * split, 1, 1)
+        module.launch("router_gemm_many", grid, MANY_THREADS, *maps, logits, len(x), overlap=overlap, shared=shared)
+        return True
+    return False
 
 
 def variant(tokens: int, hidden: int, experts: int, expert_tiles: int = 0) -> tuple[str, dict[str, int], tuple[int, int, int], int]:

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch", reason="plugins are torch ops")
 
-from plugins.bench import Bench, _losses
+from plugins.bench import Bench, _losses, micros
 from scripts import bench_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +83,23 @@ def test_a_row_has_every_time_and_the_best_peer(monkeypatch: pytest.MonkeyPatch)
     assert bench.notes == [refused, "kernel r1: slow gives another answer (1, 8)"]
 
 
+@pytest.mark.parametrize(
+    ("us", "calls", "flush", "captured"),
+    [(2.0, 20, False, [20, 100]), (12.0, 20, False, [20, 41]), (30.0, 2, False, [2, 16]), (30.0, 20, False, [20]), (2.0, 9, True, [9])],
+)
+def test_short_calls_are_measured_among_more(
+    us: float, calls: int, flush: bool, captured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    def graph_seconds(each: list[Any], flush: bool = False) -> float:
+        found.append(len(each))
+        return us / 1e6
+
+    monkeypatch.setattr("plugins.bench.graph_seconds", graph_seconds)
+    assert micros(lambda: None, calls, flush) == us and found == captured
+
+
 def test_a_note_is_made_once_for_all_sizes() -> None:
     bench = Bench.__new__(Bench)
     bench.noted = {}
@@ -100,6 +117,7 @@ def test_a_plugin_that_fails_keeps_its_rows_and_leaves_a_note(monkeypatch: pytes
     monkeypatch.setattr(bench_plugins, "machine", dict)
     monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(rows=rows))
     monkeypatch.setattr(Bench, "__post_init__", lambda self: None)
+    monkeypatch.setattr(Bench, "measure_floor", lambda self: None)
     bench, result = Bench(quick=False), bench_plugins.Result(tmp_path / "result.json")
     assert not bench_plugins.measured("kernel", bench, result)
     result.written(bench)

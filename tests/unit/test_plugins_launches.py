@@ -56,6 +56,8 @@ class Launches:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.current: list[Any] = []
+        self.at_once = 7
+        """Clusters of sixteen CTAs that fit on the GPU."""
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
@@ -69,7 +71,8 @@ class Launches:
         unread = [name for name in macros if not re.search(rf"\b{name}\b".encode(), text)]
         assert not unread, f"{source.path} does not read {unread}"
         assert self.current, f"{source.path} is compiled for the current device, not for its tensors'"
-        return SimpleNamespace(launch=lambda *args, **more: self.launch(text, *args, **more))
+        at_once = self.at_once if macros.get("SPLIT", 16) == 16 else 2 * self.at_once
+        return SimpleNamespace(launch=lambda *args, **more: self.launch(text, *args, **more), clusters=lambda *_: at_once)
 
     def launch(self, text: bytes, name: str, grid: Any, threads: int, *args: Any, overlap: bool = False, shared: int = 0) -> None:
         kinds = kinds_of(text, name)
@@ -127,7 +130,15 @@ def experts(count: int, hidden: int, width: int) -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize(("hidden", "count"), [(7168, 256), (7168, 384), (5120, 160)])
 def test_router_gemm(launches: Launches, tokens: int, hidden: int, count: int) -> None:
     on_gpu(router_gemm.router_gemm)(t(tokens, hidden), t(count, hidden))
-    assert len(launches.names) == 1 and launches.names[0].startswith("router_gemm")
+    name = "router_gemm_one" if tokens == 1 else "router_gemm" if tokens <= 16 else "router_gemm_many"
+    assert launches.names == [name]
+
+
+@pytest.mark.parametrize("tokens", [17, 64])
+def test_router_gemm_without_room_for_clusters(launches: Launches, tokens: int) -> None:
+    launches.at_once = 0
+    on_gpu(router_gemm.router_gemm)(t(tokens, 7168), t(256, 7168))
+    assert launches.names == ["router_gemm"]
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16, 17, 32])

@@ -38,7 +38,10 @@ BUILDS = {
         {"HIDDEN": 7168, "EXPERTS": 2112, **gemm.variant(16, 7168, 2112)[1], "BF16_OUT": 1},
         {"HIDDEN": 7168, "EXPERTS": 256, **gemm.variant(64, 7168, 256)[1], "BF16_OUT": 0},
     ],
-    "router_gemm/many.cu": [{"HIDDEN": 7168, "EXPERTS": 256}],
+    "router_gemm/many.cu": [
+        {"HIDDEN": 7168, "EXPERTS": 256, "ROWS": rows, "SPLIT": split, "TILES": tiles, "GROUPS": groups}
+        for (rows, split, tiles, _), groups in zip(gemm.MANY_FORMS, (7, 8), strict=True)
+    ],
 }
 """Macros of each plugin's kernels, or of one file's."""
 HOPPERS = ("mla_absorb", "mla_decode", "mla_prefill", "moe_grouped_gemm", "router_gemm/many.cu")
@@ -111,6 +114,36 @@ def test_much_shared_memory_is_allowed_on_every_gpu(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
         module.launch("kernel", (1, 1, 1), 32, 3, shared=100_000)
     assert allowed == [(100_000, 0), (100_000, 1)]
+
+
+@pytest.mark.parametrize(("width", "allowed"), [(0, []), (8, []), (16, [(nvrtc.ANY_CLUSTER, 1)])])
+def test_wide_clusters_are_allowed_and_counted(width: int, allowed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, int]] = []
+    counts = iter((7, None))
+
+    class Driver:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: 0
+
+        def cuKernelGetAttribute(self, found: Any, attribute: int, *_: Any) -> int:  # noqa: N802
+            assert attribute == nvrtc.CLUSTER_WIDTH
+            found._obj.value = width
+            return 0
+
+        def cuKernelSetAttribute(self, attribute: int, value: int, *_: Any) -> int:  # noqa: N802
+            given.append((attribute, value))
+            return 0
+
+        def cuOccupancyMaxActiveClusters(self, found: Any, _: Any, config: Any) -> int:  # noqa: N802
+            assert (config._obj.grid_x, config._obj.block_x, config._obj.shared) == (width, 224, 1000)
+            found._obj.value = count if (count := next(counts)) is not None else 5
+            return 1 if count is None else 0
+
+    monkeypatch.setattr(nvrtc, "_driver", Driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    module = nvrtc.Module(b"a cubin")
+    assert [module.clusters("kernel", 224, 1000) for _ in range(2)] == [7, 7] and given == allowed
+    assert module.clusters("other", 224, 1000) == 0, "none, where the driver refuses"
 
 
 def test_tensors_of_the_host_are_refused() -> None:
