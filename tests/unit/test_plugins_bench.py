@@ -85,10 +85,10 @@ def test_a_row_has_every_time_and_the_best_peer(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("us", "calls", "flush", "captured"),
-    [(2.0, 20, False, [20, 100]), (12.0, 20, False, [20, 41]), (30.0, 2, False, [2, 16]), (30.0, 20, False, [20]), (2.0, 9, True, [9])],
+    [(2.0, 20, 0, [20, 100]), (12.0, 20, 0, [20, 41]), (30.0, 2, 0, [2, 16]), (30.0, 20, 0, [20]), (2.0, 20, 1, [20])],
 )
 def test_short_calls_are_measured_among_more(
-    us: float, calls: int, flush: bool, captured: list[int], monkeypatch: pytest.MonkeyPatch
+    us: float, calls: int, flush: int, captured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []
 
@@ -97,7 +97,7 @@ def test_short_calls_are_measured_among_more(
         return us / 1e6
 
     monkeypatch.setattr("plugins.bench.graph_seconds", graph_seconds)
-    assert micros(lambda: None, calls, flush) == us and found == captured
+    assert micros(lambda: None, calls, bool(flush)) == us and found == captured
 
 
 def test_a_note_is_made_once_for_all_sizes() -> None:
