@@ -13,8 +13,10 @@
 // experts is a kernel of its own: with dependent launch both take 2.9 us at 1 token, 3.2 at 8, 3.4 at 16 on an H200; with the last
 // CTA choosing, found by a counter, one kernel took 4.0, 5.3 and 6.9 there (2026-11-30).
 //
-// Of its 2.6, 2.8 and 3.5 us there at 8, 16 and 32 tokens an empty kernel is 1.0; with loads alone it takes 2.1, 2.2 and 2.1, without
-// loads 1.7, 1.8 and 2.1. Shared memory instead of registers, clusters of 4, 7 and 16 and four other ways to sum were slower.
+// Of its 2.5 us there at 16 tokens an empty kernel is 0.6, and the loads, the sum over the cluster and the writes, without a product,
+// take 2.1. A warp can have 14 loads of 16 bytes a lane on their way, then the next one waits; but each warp more is one more sum to
+// add up. Clusters of sixteen with tokens as mma's rows took as long at 16 tokens and longer below; shared memory instead of registers
+// and four other ways to sum were slower. From 17 tokens on many.cu is faster, on Hopper.
 //
 // Compiled by NVRTC for one shape: HIDDEN, EXPERTS, BF16_OUT and either THREADS or TOKEN_TILES (of 8), EXPERT_TILES, SPLIT,
 // WARPS, DEPTH (chunks that a warp has on their way) and STREAMED. Needs sm_90.
