@@ -137,15 +137,18 @@ __device__ __forceinline__ u32 keep_fours(Token& token, const float4 (&choices)[
   return all_best;
 }
 
-__device__ __forceinline__ u32 key_at(const Token& token, const float* bias, int lane, int i) {
-  return key_of(score_of(token, lane + i / 4 * 32, i % 4) + bias[lane * OWN + i]);
-}
+// A lane's keys, in memory that nobody reads any more; 0 is below every number's.
+__device__ __forceinline__ int* key_at(Token& token, int lane, int i) { return (int*)token.choices + i * 32 + lane; }
 
 // Whether this lane's group is among the KEPT best, ties by lowest index.
-__device__ __forceinline__ bool kept_slowly(const Token& token, const float* bias, int lane) {
+__device__ __forceinline__ bool kept_slowly(Token& token, const float* bias, int lane) {
   u32 best = 0, next = 0;
-#pragma unroll 1
-  for (int i = 0; i < OWN; ++i) merge(best, next, key_at(token, bias, lane, i), 0u);
+#pragma unroll
+  for (int i = 0; i < OWN; ++i) {
+    const u32 key = key_of(score_of(token, lane + i / 4 * 32, i % 4) + bias[lane * OWN + i]);
+    put(key_at(token, lane, i), (int)key);
+    merge(best, next, key, 0u);
+  }
 #pragma unroll 1
   for (int distance = 1; distance < LANES; distance *= 2)
     merge(best, next, __shfl_xor_sync(~0u, best, distance), __shfl_xor_sync(~0u, next, distance));
@@ -160,28 +163,28 @@ __device__ __forceinline__ bool kept_slowly(const Token& token, const float* bia
 }
 
 // Picks one expert after another, of equal ones the lowest; the lane of each rank gets its expert.
-__device__ __forceinline__ int pick_slowly(const Token& token, const float* bias, int lane) {
-  u32 left = kept_slowly(token, bias, lane) ? (1u << OWN) - 1 : 0;  // a bit for each of this lane's
+__device__ __forceinline__ int pick_slowly(Token& token, const float* bias, int lane) {
+  const bool kept = kept_slowly(token, bias, lane);
   int expert = 0;
 #pragma unroll 1
   for (int rank = 0; rank < TOP_K; ++rank) {
     u32 top = 0;
     int at = 0;
-#pragma unroll 1
+#pragma unroll
     for (int i = 0; i < OWN; ++i) {
-      const u32 key = left >> i & 1 ? key_at(token, bias, lane, i) : 0;
+      const u32 key = kept ? (u32)get(key_at(token, lane, i)) : 0;
       if (key > top) top = key, at = i;
     }
     const int from = __ffs(__ballot_sync(~0u, top == __reduce_max_sync(~0u, top))) - 1;
     const int picked = from * OWN + __shfl_sync(~0u, at, from);
-    if (lane == from) left &= ~(1u << at);
+    if (lane == from) put(key_at(token, lane, at), 0);
     if (lane == rank) expert = picked;
   }
   return expert;
 }
 
-__device__ __forceinline__ void route_slowly(const Token& token, const float* bias, float* weights, int* indices, float scale,
-                                             int lane) {
+// Not inline: it would cost the others registers.
+__device__ __noinline__ void route_slowly(Token& token, const float* bias, float* weights, int* indices, float scale, int lane) {
   const int expert = pick_slowly(token, bias, lane);
   float weight = lane < TOP_K ? score_of(token, four_of(expert), expert % 4) : 0.f, total = weight;
 #pragma unroll 1

@@ -19,6 +19,7 @@
 #define __shared__ static
 #define __launch_bounds__(...)
 #define __forceinline__ inline
+#define __noinline__ inline
 #define __restrict__
 
 static inline uint32_t max(uint32_t a, uint32_t b) { return a < b ? b : a; }
