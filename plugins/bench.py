@@ -54,8 +54,6 @@ class Bench:
         self.read_bandwidth = READ_BYTES / graph_seconds([words.amax] * 2)
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         self.flops = 2 * 8192**3 / graph_seconds([lambda: a @ b] * 5, replays=10)
-        self.measure_floor()
-
     def measure_floor(self) -> None:
         """Anew for each plugin: another's kernels on a second stream raise it (`timing.one_stream`)."""
         self.floor_us = micros(lambda: torch.cuda._sleep(0))
@@ -179,9 +177,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def micros(call: Call, calls: int = IN_A_GRAPH, flush: bool = False) -> float:
     """Microseconds of one call among several in a graph, whose own start is shared by them: short calls are measured among more."""
-    time = graph_seconds([call] * calls, flush=flush) * 1e6
+    if flush:  # what a flush takes is measured with a start of its own
+        return round(graph_seconds([call] * calls, flush=True) * 1e6, 2)
+    time = graph_seconds([call] * calls) * 1e6
     enough = min(MOST_IN_A_GRAPH, int(GRAPH_US / time))
-    if enough > calls and not flush:  # what a flush takes is measured with a start of its own
+    if enough > calls:
         time = graph_seconds([call] * enough) * 1e6
     return round(time, 2)
 

@@ -39,8 +39,8 @@ PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 MAX_DYNAMIC_SHARED, CLUSTER_WIDTH, ANY_CLUSTER = 8, 11, 14
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, _REQUIRED_CLUSTER_WIDTH, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED"""
-PORTABLE_CLUSTER = 8
-"""A wider cluster a kernel must be allowed."""
+PORTABLE_CLUSTER, INVALID_CLUSTER = 8, 912
+"""A wider cluster a kernel must be allowed; CUDA_ERROR_INVALID_CLUSTER_SIZE"""
 
 
 _carried: list[Path] = []
@@ -88,7 +88,7 @@ class Module:
     def __init__(self, cubin: bytes) -> None:
         self._library = ctypes.c_void_p()
         self._functions: dict[tuple[str, int], ctypes.c_void_p] = {}
-        self._clusters: dict[tuple[str, int], int] = {}
+        self._clusters: dict[tuple[str, int, int, int], int] = {}
         _ok(_driver().cuLibraryLoadData(ctypes.byref(self._library), cubin, None, None, 0, None, None, 0), "load a kernel")
 
     def launch(
@@ -111,12 +111,13 @@ class Module:
         """How many clusters of a kernel the current GPU runs at once, with nothing else on it: 0 where none fits."""
         import torch
 
-        key = name, torch.cuda.current_device()
+        key = name, torch.cuda.current_device(), threads, shared
         if key not in self._clusters:
             count, kernel = ctypes.c_int(), self._function(name, shared)
-            config = _Launch(self._width(kernel, key[1]), 1, 1, threads, 1, 1, shared)
+            config = _Launch(max(1, self._width(kernel, key[1])), 1, 1, threads, 1, 1, shared)
             found = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), kernel, ctypes.byref(config))
-            self._clusters[key] = 0 if found else count.value
+            _ok(found if found != INVALID_CLUSTER else 0, f"count clusters of {name}")
+            self._clusters[key] = count.value
         return self._clusters[key]
 
     def _function(self, name: str, shared: int) -> ctypes.c_void_p:

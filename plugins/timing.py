@@ -39,7 +39,7 @@ def graph_seconds(calls: Sequence[Call], replays: int = 20, flush: bool = False)
 
 
 def one_stream() -> AbstractContextManager[None]:
-    """A stream for all that a benchmark does. Once kernels were launched on streams in turn, about seven times, every kernel of a
+    """A stream for all that a benchmark does. After about seven switches of launches between two streams, every kernel of every
     graph begins 0.18 us later until the process ends (H200, driver 580); forks inside a graph do not count.
     """
     return torch.cuda.stream(torch.cuda.Stream())

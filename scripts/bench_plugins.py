@@ -39,7 +39,7 @@ SIZES = "heads", "experts", "batch", "rows", "tokens", "context", "length"
 SHAPE = ("model", "product", *SIZES, "scales", "dtype", "cache")
 SHOWN: dict[str, dict[str, tuple[Any, ...]]] = {
     "topk_router": {"model": ("deepseek_r1",), "tokens": (1, 256, 1024, 4096)},
-    "router_gemm": {"tokens": (1, 8, 64)},
+    "router_gemm": {"tokens": (1, 2, 4, 8, 16, 32, 64)},
     "qkv_a_gemm": {"tokens": (1, 16)},
     "norm_rope_cache": {"tokens": (1, 4096), "cache": ("bf16",)},
     "fp8_quantize": {"tokens": (1, 1024, 4096)},
@@ -62,7 +62,7 @@ BETWEEN = re.compile(r"(<!-- plugins' table: [^\n]*-->\n).*?(<!-- end of plugins
 
 def main() -> int:
     """Measure, print a line a row; the file is written after each."""
-    plugins = sorted((file.parent.name for file in (ROOT / "plugins").glob("*/bench.py")), key=lambda name: (name in LAST, name))
+    plugins = benchmarks()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=plugins, default=plugins, help="these plugins")
     parser.add_argument("--quick", action="store_true", help="DeepSeek-R1 only, no torch.compile")
@@ -79,10 +79,15 @@ def main() -> int:
         bench, result = Bench(options.quick), Result(options.json)
         for library in sorted(options.peers.glob("*.so")) if options.peers else ():
             load(library, bench)
-        failed = [name for name in options.only if not measured(name, bench, result)]
+        failed = [name for name in plugins if name in options.only and not measured(name, bench, result)]
         result.written(bench)
     print("\n".join(bench.notes))
     return int(bool(failed))
+
+
+def benchmarks() -> list[str]:
+    """Plugins, in the order in which they are measured."""
+    return sorted((file.parent.name for file in (ROOT / "plugins").glob("*/bench.py")), key=lambda name: (name in LAST, name))
 
 
 class Result:

@@ -16,6 +16,7 @@ __all__ = ["rows"]
 HEADS = (128, 16)
 TOKENS = (1, 8, 32, 64, 128, 256, 1024)
 WHY = "made for reading the weight once: beyond 64 tokens a CTA's tiles follow each other, and few heads are few CTAs"
+WHY_FEW = "behind only if the weight lies in the L2, where a layer of a model does not find it"
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -75,5 +76,5 @@ def _row(
         flops=2 * len(x) * weight.numel(),
         cold=True,
         overlaps=bool(peers),
-        why=WHY,
+        why=WHY if len(x) > 64 else WHY_FEW,
     )

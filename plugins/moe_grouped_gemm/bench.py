@@ -41,9 +41,9 @@ LOSES = {
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Both forms."""
-    for experts in (RANK_EXPERTS, EXPERTS):
-        for nvfp4 in (False, True):
+    """Both forms; last those that use a second stream (`timing.one_stream`)."""
+    for experts in (EXPERTS, RANK_EXPERTS):
+        for nvfp4 in (True, False):
             matrices = _weights(experts, 2 * WIDTH, HIDDEN, nvfp4), _weights(experts, HIDDEN, WIDTH, nvfp4)
             wide = [_bf16(weights) for weights in matrices]
             if experts == RANK_EXPERTS:

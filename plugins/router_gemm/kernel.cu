@@ -11,7 +11,7 @@
 //
 // Weights do not depend on the kernel before: with programmatic dependent launch they are loaded while it still runs. The choice of
 // experts is a kernel of its own: with dependent launch both take 2.9 us at 1 token, 3.2 at 8, 3.4 at 16 on an H200; with the last
-// CTA choosing, found by a counter, one kernel took 4.0, 5.3 and 6.9 there (2026-11-30).
+// CTA choosing, found by a counter, one kernel took 4.0, 5.3 and 6.9 there (2026-11-30; 20 in a graph, 0.3 more than by timing.py now).
 //
 // Of its 2.5 us there at 16 tokens an empty kernel is 0.6, and the loads, the sum over the cluster and the writes, without a product,
 // take 2.1. A warp can have 14 loads of 16 bytes a lane on their way, then the next one waits; but each warp more is one more sum to

@@ -1,15 +1,15 @@
 // logits [tokens, EXPERTS] = x [tokens, HIDDEN] * weight [EXPERTS, HIDDEN]^T for 17 to 64 tokens, BF16 in, FP32 out, on Hopper's
 // matrix instructions: tokens are their 64 rows, experts their columns. A cluster of SPLIT CTAs shares the experts of a group, each
-// takes a part of HIDDEN and has all of it on its way at once, through TMA, which gives zeros beyond the last token, but slowly: ROWS
-// is the number of tokens, rounded up to 8. Instructions read 64 rows all the same, beyond ROWS whatever follows in shared memory,
-// for sums that are not used.
+// takes a part of HIDDEN and has all of it on its way at once, through TMA. Rows beyond the last token, which it fills with zeros,
+// cost more than others: ROWS is the number of tokens, rounded up to 8. Instructions read 64 rows all the same, beyond ROWS whatever
+// follows in shared memory, for sums that are not used.
 //
 // x is read by every cluster: fewer, of more experts, would read less, but too few multiprocessors then read. Clusters share the
 // tiles of 8 experts, some one more than others: seven clusters of sixteen CTAs fit on an H200 at once, or fifteen of eight, and
 // one that has to wait takes as long again.
 //
 // On an H200 (2026-11-30) it takes 2.8 us at 32 tokens and 3.4 at 64; the loads, the sum over the cluster and the writes, without a
-// product, in the best of eight layouts 2.4 and 3.1. Copies by cp.async, or through registers, into shared memory were slower.
+// product, in the best of four layouts 2.4 and 3.1. Copies by cp.async, or through registers, into shared memory were slower.
 //
 // Compiled by NVRTC: HIDDEN, EXPERTS, ROWS, SPLIT, GROUPS, TILES (of a group at most, 4 or 5). Needs sm_90a.
 
@@ -92,7 +92,7 @@ router_gemm_many(const __grid_constant__ TensorMap x, const __grid_constant__ Te
   }
   wgmma_wait<0>();
   cluster_wait();  // all CTAs have begun, so their shared memory is there
-  if (SENDERS == 128 || threadIdx.x < SENDERS) {  // addresses are ready before the sums are, where nothing is asked
+  if (SENDERS == 128 || threadIdx.x < SENDERS) {  // without a branch addresses are computed ahead
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
       const int i = j * SENDERS + threadIdx.x;

@@ -1,4 +1,4 @@
-"""The router's logits as a torch op: one kernel up to 64 tokens on sm_90 and later, else cuBLAS; CPU runs the reference.
+"""The router's logits as a torch op: a kernel up to 64 tokens on sm_90 and later, else cuBLAS; CPU runs the reference.
 
     logits = torch.ops.r1_pipeline.router_gemm(x, weight)
 
@@ -9,6 +9,7 @@ as in DeepSeek-V3/R1 and Kimi-K2 (7168; 256 and 384) and GLM-4.5 (5120; 160); it
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +32,25 @@ WIDE_WARPS_AND_DEPTH = {1: (14, 4), 2: (8, 4), 4: (7, 2), 8: (4, 2)}
 """Tiles of 8 tokens -> warps of a CTA, at most, and chunks that each has on their way: the fastest on an H200."""
 ONE_TURNS = 4
 """Loads of a row that a thread has on their way: one token is faster without tensor cores."""
-MANY_FORMS = (32, 16, 5, 7), (MAX_TOKENS, 8, 4, 15)
-"""Of the kernel for many tokens, the fastest on an H200: tokens at most, CTAs of a cluster, tiles of 8 experts of a group at most,
-groups at most: as many as have multiprocessors of their own there."""
 MANY_COLUMNS, MANY_THREADS, TILE_BYTES, MOST_OWN = 64, 128, 1024, 1152
-"""Elements of H of a tile, threads, alignment of tiles, a CTA's share of H that fits."""
+"""Of the kernel for many tokens: elements of H of a tile, threads, alignment of tiles, a CTA's share of H that fits."""
+
+
+class Form(NamedTuple):
+    """Of the kernel for many tokens: tokens at most, CTAs of a cluster, tiles of 8 experts of a group at most, groups at most."""
+
+    tokens: int
+    cluster: int
+    tiles: int
+    groups: int
+
+    def of_experts(self, experts: int) -> int:
+        """Groups, a cluster each."""
+        return -(-experts // 8 // self.tiles)
+
+
+MANY_FORMS = Form(32, 16, 5, 7), Form(MAX_TOKENS, 8, 4, 15)
+"""The fastest on an H200, which has multiprocessors of their own for so many groups."""
 WIDE = 1024
 """From these experts on, two CTAs that share a sum over H fill the chip; else it takes eight."""
 
@@ -71,21 +86,37 @@ def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> 
 
 def _launch_many(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool) -> bool:
     """Whether the kernel for many tokens fits the shape and the current GPU; if so it is launched."""
-    (experts, hidden), rows = weight.shape, -(-len(x) // 8) * 8
-    if torch.cuda.get_device_capability() != (9, 0) or experts % 8 or experts >= WIDE:
-        return False
-    for most, split, tiles, most_groups in MANY_FORMS:
-        groups, columns = -(-experts // 8 // tiles), 8 * tiles
-        if rows > most or groups > most_groups or hidden % (MANY_COLUMNS * split) or hidden // split > MOST_OWN:
-            continue
-        module = MANY.module(HIDDEN=hidden, EXPERTS=experts, ROWS=rows, SPLIT=split, GROUPS=groups, TILES=tiles)
-        shared = hidden // split * (rows + columns) * 2 + max(0, 64 - rows - columns) * 128 + TILE_BYTES
-        if module.clusters("router_gemm_many", MANY_THREADS, shared) < groups:
-            continue
-        maps, grid = (tensor_map(x, rows, MANY_COLUMNS), tensor_map(weight, columns, MANY_COLUMNS)), (groups * split, 1, 1)
-        module.launch("router_gemm_many", grid, MANY_THREADS, *maps, logits, len(x), overlap=overlap, shared=shared)
-        return True
+    (experts, hidden), rows = weight.shape, rounded(len(x))
+    for form in many_forms(len(x), hidden, experts) if torch.cuda.get_device_capability() == (9, 0) else ():
+        macros, grid, shared = many_variant(form, len(x), hidden, experts)
+        module = MANY.module(**macros)
+        if module.clusters("router_gemm_many", MANY_THREADS, shared):
+            maps = tensor_map(x, rows, MANY_COLUMNS), tensor_map(weight, 8 * form.tiles, MANY_COLUMNS)
+            module.launch("router_gemm_many", grid, MANY_THREADS, *maps, logits, len(x), overlap=overlap, shared=shared)
+            return True
     return False
+
+
+def rounded(tokens: int) -> int:
+    """Rows that the kernel for many tokens is compiled for."""
+    return -(-tokens // 8) * 8
+
+
+def many_forms(tokens: int, hidden: int, experts: int) -> list[Form]:
+    """Those of the kernel for many tokens that take the shape, the fastest first."""
+    return [
+        form for form in MANY_FORMS
+        if tokens <= form.tokens and experts < WIDE and form.of_experts(experts) <= form.groups
+        and hidden % (MANY_COLUMNS * form.cluster) == 0 and hidden // form.cluster <= MOST_OWN
+    ]  # fmt: skip
+
+
+def many_variant(form: Form, tokens: int, hidden: int, experts: int) -> tuple[dict[str, int], tuple[int, int, int], int]:
+    """Macros, grid and bytes of dynamic shared memory; instructions read 64 rows of a tile."""
+    rows, columns, groups = rounded(tokens), 8 * form.tiles, form.of_experts(experts)
+    shared = hidden // form.cluster * (rows + columns) * 2 + max(0, 64 - rows - columns) * 128 + TILE_BYTES
+    macros = {"HIDDEN": hidden, "EXPERTS": experts, "ROWS": rows, "SPLIT": form.cluster, "GROUPS": groups, "TILES": form.tiles}
+    return macros, (groups * form.cluster, 1, 1), shared
 
 
 def variant(tokens: int, hidden: int, experts: int, expert_tiles: int = 0) -> tuple[str, dict[str, int], tuple[int, int, int], int]:

@@ -100,6 +100,11 @@ def test_short_calls_are_measured_among_more(
     assert micros(lambda: None, calls, bool(flush)) == us and found == captured
 
 
+def test_what_slows_the_others_down_is_measured_last() -> None:
+    found = bench_plugins.benchmarks()
+    assert tuple(found[-2:]) == ("fp4_allgather", "moe_grouped_gemm") and len(set(found)) == len(found) > 8
+
+
 def test_a_note_is_made_once_for_all_sizes() -> None:
     bench = Bench.__new__(Bench)
     bench.noted = {}

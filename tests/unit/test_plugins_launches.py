@@ -11,6 +11,7 @@ import ctypes
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,12 @@ class Launches:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.grids: list[tuple[int, int, int]] = []
+        self.shared: list[int] = []
+        self.macros: list[dict[str, Any]] = []
+        """Of all modules, launched or not."""
+        self.boxes: list[tuple[int, int]] = []
+        """Columns and rows of what TMA takes at a time."""
         self.current: list[Any] = []
         self.at_once = 7
         """Clusters of sixteen CTAs that fit on the GPU."""
@@ -71,8 +78,14 @@ class Launches:
         unread = [name for name in macros if not re.search(rf"\b{name}\b".encode(), text)]
         assert not unread, f"{source.path} does not read {unread}"
         assert self.current, f"{source.path} is compiled for the current device, not for its tensors'"
+        self.macros.append(macros)
         at_once = self.at_once if macros.get("SPLIT", 16) == 16 else 2 * self.at_once
         return SimpleNamespace(launch=lambda *args, **more: self.launch(text, *args, **more), clusters=lambda *_: at_once)
+
+    def encode(self, *values: Any) -> int:
+        """`cuTensorMapEncodeTiled`"""
+        self.boxes.append(tuple(values[6]))
+        return 0
 
     def launch(self, text: bytes, name: str, grid: Any, threads: int, *args: Any, overlap: bool = False, shared: int = 0) -> None:
         kinds = kinds_of(text, name)
@@ -84,6 +97,8 @@ class Launches:
         assert len(grid) == 3 and all(isinstance(size, int) and size > 0 for size in grid), f"{name}: grid {grid}"
         assert 32 <= threads <= 1024 and threads % 32 == 0 and 0 <= shared <= MOST_SHARED, f"{name}: {threads} threads, {shared} B"
         self.names.append(name)
+        self.grids.append(grid)
+        self.shared.append(shared)
 
 
 @pytest.fixture
@@ -92,7 +107,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     made = Launches()
     monkeypatch.setenv("R1_PIPELINE_KERNELS", "ours")
     monkeypatch.setattr(nvrtc.Source, "module", lambda source, **macros: made.module(source, **macros))
-    monkeypatch.setattr(nvrtc, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
+    monkeypatch.setattr(nvrtc, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=made.encode))
     monkeypatch.setattr(nvrtc, "_pointer", lambda tensor: tensor.data_ptr())
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(torch.cuda, "device", made.device)
@@ -134,11 +149,36 @@ def test_router_gemm(launches: Launches, tokens: int, hidden: int, count: int) -
     assert launches.names == [name]
 
 
-@pytest.mark.parametrize("tokens", [17, 64])
-def test_router_gemm_without_room_for_clusters(launches: Launches, tokens: int) -> None:
-    launches.at_once = 0
-    on_gpu(router_gemm.router_gemm)(t(tokens, 7168), t(256, 7168))
-    assert launches.names == ["router_gemm"]
+@pytest.mark.parametrize(("tokens", "hidden", "count", "at_once", "form"), [
+    (17, 7168, 256, 7, (24, 16, 7, 5)), (32, 7168, 256, 1, (32, 16, 7, 5)), (33, 7168, 256, 7, (40, 8, 8, 4)),
+    (64, 7168, 384, 7, (64, 8, 12, 4)), (24, 7168, 384, 7, (24, 8, 12, 4)), (17, 5120, 160, 7, (24, 16, 4, 5)),
+    (17, 7168, 256, 0, None), (64, 7168, 256, 0, None), (17, 7168, 512, 7, None), (17, 5376, 256, 7, None),
+])  # fmt: skip
+def test_router_gemm_s_form_for_many_tokens(
+    launches: Launches, tokens: int, hidden: int, count: int, at_once: int, form: tuple[int, int, int, int] | None
+) -> None:
+    launches.at_once = at_once
+    on_gpu(router_gemm.router_gemm)(t(tokens, hidden), t(count, hidden))
+    if form is None:
+        assert launches.names == ["router_gemm"]
+        return
+    rows, cluster, groups, tiles = form
+    assert launches.names == ["router_gemm_many"] and launches.grids == [(groups * cluster, 1, 1)]
+    assert launches.boxes == [(64, rows), (64, 8 * tiles)]
+    sizes = {"HIDDEN": hidden, "EXPERTS": count}
+    assert launches.macros[-1] == sizes | {"ROWS": rows, "SPLIT": cluster, "GROUPS": groups, "TILES": tiles}
+
+
+def test_router_gemm_s_tiles_lie_in_shared_memory() -> None:
+    """Its instructions read 64 rows from each tile's first, whatever follows: of the last tile, too."""
+    shapes = [(hidden, experts) for hidden in range(1024, 10240, 256) for experts in range(32, 1024, 32)]
+    for tokens, (hidden, experts) in product(range(17, 65), shapes):
+        for form in router_gemm.many_forms(tokens, hidden, experts):
+            macros, _, shared = router_gemm.many_variant(form, tokens, hidden, experts)
+            stage, chunks = 128 * (macros["ROWS"] + 8 * form.tiles), hidden // form.cluster // 64
+            assert max(stage * chunks, stage * (chunks - 1) + 8192) + 1024 <= shared
+            parts, barriers = -(-macros["ROWS"] // 16) * 32 * form.tiles * 16, 8 * (chunks + 1)
+            assert shared + parts + barriers <= 227 << 10 and macros["GROUPS"] * form.tiles * 8 >= experts
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16, 17, 32])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ torch = pytest.importorskip("torch", reason="the op is torch's")
 from pipeline.engines.torch import selfcheck  # noqa: E402
 from plugins.mla_decode import op, reference, tactics  # noqa: E402
 from plugins.mla_prefill import crossover  # noqa: E402
+from plugins.router_gemm import op as router_gemm  # noqa: E402
 from tests._utils.peers import WHERE, load_peers, poison  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -227,13 +230,20 @@ def test_the_engine_s_check_compiles_all_joining_kernels(room: int, chunk: int, 
     def step(tokens: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
         engine._check(tokens, positions, table)
         compiled.update(joined(*tokens.shape, table.shape[1]))
-        ran.add(tuple(tokens.shape))
+        ran.add((*tokens.shape, table.shape[1]))
 
     engine.step = step
     selfcheck.warm(engine)
     steps = [(1, length, width) for length in range(2, chunk + 1) for width in range(-(-length // tactics.PAGE), pages + 1)]
     assert set().union(*(joined(*size) for size in [*steps, *((rows, 1, pages) for rows in range(1, batch + 1))])) <= compiled
-    assert {(1, chunk), (batch, 1)} <= ran  # others' kernels have forms for many tokens
+    assert {(1, chunk), (batch, 1)} <= {size[:2] for size in ran}  # others' kernels have forms for many tokens
+
+    def rows(sizes: Iterable[tuple[int, ...]]) -> set[int]:
+        """What router_gemm is compiled for."""
+        counts = (math.prod((engine._captured_size(*size) or size)[:2]) for size in sizes)
+        return {router_gemm.rounded(count) for count in counts if router_gemm.MANY_TOKENS < count <= router_gemm.MAX_TOKENS}
+
+    assert rows([*steps, *((count, 1, pages) for count in range(1, batch + 1))]) <= rows(ran)
 
 
 def test_op_is_known_to_export() -> None:

@@ -39,8 +39,7 @@ BUILDS = {
         {"HIDDEN": 7168, "EXPERTS": 256, **gemm.variant(64, 7168, 256)[1], "BF16_OUT": 0},
     ],
     "router_gemm/many.cu": [
-        {"HIDDEN": 7168, "EXPERTS": 256, "ROWS": rows, "SPLIT": split, "TILES": tiles, "GROUPS": groups}
-        for (rows, split, tiles, _), groups in zip(gemm.MANY_FORMS, (7, 8), strict=True)
+        gemm.many_variant(form, rows, 7168, 256)[0] for rows in range(24, 65, 8) for form in gemm.many_forms(rows, 7168, 256)
     ],
 }
 """Macros of each plugin's kernels, or of one file's."""
@@ -118,8 +117,7 @@ def test_much_shared_memory_is_allowed_on_every_gpu(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("width", "allowed"), [(0, []), (8, []), (16, [(nvrtc.ANY_CLUSTER, 1)])])
 def test_wide_clusters_are_allowed_and_counted(width: int, allowed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[tuple[int, int]] = []
-    counts = iter((7, None))
+    given, asked, answer = list[tuple[int, int]](), list[tuple[int, int, int]](), [0]
 
     class Driver:
         def __getattr__(self, name: str) -> Any:
@@ -135,15 +133,23 @@ def test_wide_clusters_are_allowed_and_counted(width: int, allowed: list[tuple[i
             return 0
 
         def cuOccupancyMaxActiveClusters(self, found: Any, _: Any, config: Any) -> int:  # noqa: N802
-            assert (config._obj.grid_x, config._obj.block_x, config._obj.shared) == (width, 224, 1000)
-            found._obj.value = count if (count := next(counts)) is not None else 5
-            return 1 if count is None else 0
+            asked.append((config._obj.grid_x, config._obj.block_x, config._obj.shared))
+            found._obj.value = 0 if answer[0] else 7
+            return answer[0]
+
+        def cuGetErrorString(self, *_: Any) -> int:  # noqa: N802
+            return 0
 
     monkeypatch.setattr(nvrtc, "_driver", Driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     module = nvrtc.Module(b"a cubin")
     assert [module.clusters("kernel", 224, 1000) for _ in range(2)] == [7, 7] and given == allowed
-    assert module.clusters("other", 224, 1000) == 0, "none, where the driver refuses"
+    assert asked == [(max(1, width), 224, 1000)], "once"
+    answer[0] = nvrtc.INVALID_CLUSTER
+    assert module.clusters("kernel", 224, 2000) == 0
+    answer[0] = 700
+    with pytest.raises(StageError, match="could not count clusters of other"):
+        module.clusters("other", 224, 1000)
 
 
 def test_tensors_of_the_host_are_refused() -> None:

@@ -73,7 +73,7 @@ def _kv(int8: bool) -> tuple[Tensor, list[Tensor], Launch]:
 
 
 CASES = {
-    **{f"router_gemm {tokens}": lambda tokens=tokens: _product(256, tokens) for tokens in (1, 2, 8, 16, 32, 64)},
+    **{f"router_gemm {tokens}": lambda tokens=tokens: _product(256, tokens) for tokens in (1, 2, 8, 16, 17, 32, 64)},
     **{f"qkv_a {tokens}": lambda tokens=tokens: _product(2112, tokens) for tokens in (1, 16, 32)},
     "topk_router": _topk,
     "norm_rope_cache": _tail,

@@ -20,7 +20,7 @@ SHAPES = {"deepseek_r1": (7168, 256), "kimi_k2": (7168, 384), "glm_4.5": (5120, 
 def test_op_vs_reference(device: str, shape: tuple[int, int]) -> None:
     hidden, experts = shape
     weight = torch.randn(experts, hidden, device=device, dtype=torch.bfloat16) / hidden**0.5
-    for tokens in (0, 1, 2, 3, 4, 5, 8, 9, 16, 31, 33, 64, 65, 200) if device == "cuda" else (0, 1, 9):
+    for tokens in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 24, 31, 33, 48, 50, 64, 65, 200) if device == "cuda" else (0, 1, 9):
         x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
         wanted = x.double() @ weight.double().t()
         logits = torch.ops.r1_pipeline.router_gemm(x, weight)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,6 +104,26 @@ def test_kernel_vs_reference(kernel: tuple[tuple, CudaOnCpu, list[int]], kind: s
         arrays = (logits.numpy(), bias.numpy(), weights, indices)
         source.launch("topk_router", (-(-TOKENS // warps), 1, 1), 32 * warps, *arrays, TOKENS, float(config[3]))
         check((torch.from_numpy(weights), torch.from_numpy(indices)), logits, bias, *config)
+
+
+@pytest.mark.parametrize(("kind", "least", "most"), [("random", 0.0, 0.01), ("equal", 1.0, 1.0), ("nan", 0.01, 1.0)])
+def test_only_tokens_with_ties_or_nan_go_the_long_way(kind: str, least: float, most: float, tmp_path: Path) -> None:
+    """That way is right for all tokens, and several times as slow: here it leaves a mark instead."""
+    plugins = tmp_path / "plugins"
+    shutil.copytree(op.RANKED.path.parent, plugins / "topk_router", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copy(op.RANKED.path.parents[1] / "numerics.cuh", plugins)
+    source = plugins / "topk_router" / op.RANKED.path.name
+    call = "  route_slowly(token, bias, weights + out, indices + out, scale, lane);"
+    text = source.read_text(encoding="utf-8")
+    assert text.count(call) == 1
+    source.write_text(text.replace(call, "  indices[out + lane % TOP_K] = -7;"), encoding="utf-8")
+    experts, *config = CONFIGS["deepseek_r1"]
+    made = CudaOnCpu(source, SIGNATURES, op.macros(experts, *config[:3], config[4]), tmp_path)
+    logits, bias = inputs(kind, experts, tokens := 4 * TOKENS)
+    weights, indices = np.empty((tokens, config[2]), np.float32), np.zeros((tokens, config[2]), np.int32)
+    arrays = (logits.numpy(), bias.numpy(), weights, indices)
+    made.launch("topk_router", (-(-tokens // op.WARPS), 1, 1), 32 * op.WARPS, *arrays, tokens, float(config[3]))
+    assert least <= (indices == -7).all(axis=1).mean() <= most
 
 
 def test_each_form_has_its_source() -> None:

@@ -76,7 +76,7 @@ def compare(folder: Path, runtime: Path) -> list[float]:
 
 
 def warm(engine: Any) -> None:
-    """Prefill and decode steps of every power of two, of one more, and of the most.
+    """Prefill and decode steps of every power of two, of one more, and of the most; up to 64 tokens of every eight (router_gemm's).
 
     Chunks are a row's first, and its last: in how many parts attention is computed, each with kernels of its own, follows from the
     context.
@@ -85,8 +85,8 @@ def warm(engine: Any) -> None:
     table = torch.arange(1, info["num_pages"]).view(info["max_batch_size"], -1)
 
     def sizes(most: int) -> list[int]:
-        powers = [1 << k for k in range(most.bit_length())]
-        return sorted({min(size, most) for power in powers for size in (power, power + 1, most)})
+        powers, eights = [1 << k for k in range(most.bit_length())], range(8, min(most, 64) + 1, 8)
+        return sorted({min(size, most) for power in powers for size in (power, power + 1, most)} | {*eights})
 
     for length in sizes(info["prefill_chunk"]):
         for end in sorted({length, info["max_seq_len"]}):
