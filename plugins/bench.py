@@ -54,6 +54,7 @@ class Bench:
         self.read_bandwidth = READ_BYTES / graph_seconds([words.amax] * 2)
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         self.flops = 2 * 8192**3 / graph_seconds([lambda: a @ b] * 5, replays=10)
+
     def measure_floor(self) -> None:
         """Anew for each plugin: another's kernels on a second stream raise it (`timing.one_stream`)."""
         self.floor_us = micros(lambda: torch.cuda._sleep(0))

@@ -18,7 +18,7 @@ from pipeline.core.errors import ConfigError
 from plugins.nvrtc import Source, aligned, tensor_map
 from plugins.router_gemm import reference
 
-__all__ = ["check", "fits", "has_kernel", "launch", "router_gemm", "variant"]
+__all__ = ["check", "fits", "has_kernel", "launch", "many_forms", "many_variant", "rounded", "router_gemm", "variant"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"))
 MANY = Source(Path(__file__).with_name("many.cu"), specific=True)
@@ -86,12 +86,12 @@ def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> 
 
 def _launch_many(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool) -> bool:
     """Whether the kernel for many tokens fits the shape and the current GPU; if so it is launched."""
-    (experts, hidden), rows = weight.shape, rounded(len(x))
+    experts, hidden = weight.shape
     for form in many_forms(len(x), hidden, experts) if torch.cuda.get_device_capability() == (9, 0) else ():
         macros, grid, shared = many_variant(form, len(x), hidden, experts)
         module = MANY.module(**macros)
         if module.clusters("router_gemm_many", MANY_THREADS, shared):
-            maps = tensor_map(x, rows, MANY_COLUMNS), tensor_map(weight, 8 * form.tiles, MANY_COLUMNS)
+            maps = tensor_map(x, macros["ROWS"], MANY_COLUMNS), tensor_map(weight, 8 * form.tiles, MANY_COLUMNS)
             module.launch("router_gemm_many", grid, MANY_THREADS, *maps, logits, len(x), overlap=overlap, shared=shared)
             return True
     return False

@@ -57,7 +57,6 @@ class Launches:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.grids: list[tuple[int, int, int]] = []
-        self.shared: list[int] = []
         self.macros: list[dict[str, Any]] = []
         """Of all modules, launched or not."""
         self.boxes: list[tuple[int, int]] = []
@@ -98,7 +97,6 @@ class Launches:
         assert 32 <= threads <= 1024 and threads % 32 == 0 and 0 <= shared <= MOST_SHARED, f"{name}: {threads} threads, {shared} B"
         self.names.append(name)
         self.grids.append(grid)
-        self.shared.append(shared)
 
 
 @pytest.fixture
