@@ -20,9 +20,11 @@ def expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 def beside(x: Tensor, gate_up: Tensor, down: Tensor) -> Callable[[], Tensor]:
     """Starts `expert` on the device's side stream; what it returns makes the current stream wait, and gives the result.
 
-    All space belongs to the current stream, and is kept until that has waited: no other kernel gets it meanwhile.
+    Only while a graph is captured: launches that are not, on two streams in turn, make all later kernels begin late
+    (`timing.one_stream`). All space belongs to the current stream, and is kept until that has waited: no other kernel gets it.
     """
-    now, side, space = torch.cuda.current_stream(x.device), _side(x.device), _space(x, gate_up)
+    now, space = torch.cuda.current_stream(x.device), _space(x, gate_up)
+    side = _side(x.device) if torch.cuda.is_current_stream_capturing() else now
     side.wait_stream(now)
     with torch.cuda.stream(side):
         out = _into(space, x, gate_up, down)

@@ -7,7 +7,8 @@ weights of another type, would end the process without a word (torch 2.13); so n
 
 On CUDA a step of decoding, or of one prompt's chunk, is captured in a CUDA graph the second time that its size occurs, and replayed
 from then on. Sizes are rounded up, so that there are few: a power of two rows of one token, or at most a quarter more tokens
-and pages of a chunk (`_rounded`). Chunks of more than GRAPH_TOKENS keep a GPU busy while the host launches them.
+and pages of a chunk (`_rounded`). Chunks of more than GRAPH_TOKENS keep a GPU busy while the host launches them. All that a thread
+launches, captures included, is on one stream: after a few switches between two every kernel begins later (`plugins/timing.py`).
 
 Shape legend: B rows, T tokens a row, P pages a row, V vocabulary.
 """
@@ -68,7 +69,7 @@ class CompiledEngine:
         Rows may be padded on the left with position -1: ignored. Else a row's positions rise by one.
         """
         self._check(tokens, positions, pages)
-        self._limit_threads()
+        self._settle()
         # Guard: the compiled code takes any memory for contiguous int64, and says nothing when it is not.
         inputs = [value.to(torch.int64).contiguous() for value in (tokens.masked_fill(positions < 0, 0), positions, pages)]
         size = self._captured_size(*tokens.shape, pages.shape[1])
@@ -101,11 +102,15 @@ class CompiledEngine:
         size = 1, _rounded(length, info["prefill_chunk"]), _rounded(pages, self.most_pages)
         return size if size in self._graphs or len(self._graphs) < MOST_GRAPHS else None
 
-    def _limit_threads(self) -> None:
-        """OpenMP keeps the number of threads for each calling thread."""
-        if not getattr(self._local, "limited", False):
-            torch.set_num_threads(self.threads)
-            self._local.limited = True
+    def _settle(self) -> None:
+        """Once a calling thread: OpenMP keeps its number of threads, torch its stream. Nothing can be captured of the default one."""
+        if getattr(self._local, "settled", False):
+            return
+        torch.set_num_threads(self.threads)
+        if self.device.type == "cuda" and torch.cuda.current_stream() == torch.cuda.default_stream():
+            torch.cuda.synchronize()
+            torch.cuda.set_stream(torch.cuda.Stream())
+        self._local.settled = True
 
     def _check(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> None:
         """Refuse what the compiled code would read or write out of bounds."""
@@ -151,7 +156,7 @@ class StepGraph:
             return self._call()
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=_pool()):
+            with torch.cuda.graph(graph, pool=_pool(), stream=torch.cuda.current_stream()):
                 self.logits = self._call()
             self.graph = graph  # only of a capture that succeeded
         self.graph.replay()
