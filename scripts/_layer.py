@@ -250,8 +250,8 @@ class Layer:
         return plain.norm(q, self.q_norm, EPS)
 
     def experts(self, x: Tensor, on: frozenset[str]) -> Tensor:
-        """[B, H] -> [B, H]"""
-        if "streams" not in on or self.stream is None:
+        """[B, H] -> [B, H]; a step that is to be captured has one stream until it is (`timing.one_stream`)."""
+        if "streams" not in on or self.stream is None or ("graph" in on and not torch.cuda.is_current_stream_capturing()):
             return self.routed(x, on) + self.shared(x, on)
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)

@@ -6,7 +6,8 @@
 `scripts/_layer.py` is the layer: latent attention (128 heads, absorbed, paged cache), 256 routed experts, 8 a token, and the shared
 one, random weights in R1's FP8 with 128x128 scales, all on one GPU. The first line is plain torch, eager, on weights dequantised
 to BF16 before; each line after it adds a step to all before it (`ladder`), in a CUDA graph from the second on. Below are all steps
-but one (`without`): without `graph` the same kernels are launched one by one.
+but one (`without`); without `graph`, which comes last as it launches on two streams in turn (`timing.one_stream`), the same kernels
+are launched one by one.
 
 `us` is the median of graph replays (without graph: of wall clock). `gain` is the line before over this one, and under `without`
 the layer without the step over the one with all. `error`: relative to the first line, of what the layer adds to its input, over
@@ -18,9 +19,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -28,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from plugins.timing import clocked, graph_seconds, machine  # noqa: E402
+from plugins.timing import clocked, graph_seconds, machine, one_stream  # noqa: E402
 from scripts._layer import FASTEST, R1, STEPS, Layer, State, deviation  # noqa: E402
 from scripts._options import result_file  # noqa: E402
 
@@ -45,9 +46,9 @@ def main() -> int:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("No GPU that torch can use: this benchmark needs one.")
-    layer, rows = Layer(R1, torch.device("cuda")), []
-    for batch in QUICK_BATCHES if options.quick else BATCHES:
-        for row in measured(layer, batch):
+    rows: list[dict[str, Any]] = []
+    with one_stream():
+        for row in measured(Layer(R1, torch.device("cuda")), QUICK_BATCHES if options.quick else BATCHES):
             rows.append(row)
             print(LINE.format(**row), flush=True)
             if options.json:
@@ -56,29 +57,65 @@ def main() -> int:
     return 0
 
 
-def measured(layer: Layer, batch: int) -> Iterator[dict[str, Any]]:
-    """The ladder, then all steps but one."""
-    state = State.random(layer.shape, [LENGTH] * batch, layer.device)
-    x = torch.randn(batch, layer.shape.hidden, device=layer.device, dtype=torch.bfloat16)
-    wanted = layer(x, state, frozenset()) - x, layer.chosen
-    before = us = 0.0
-    for count, step in enumerate(("eager", *STEPS)):
-        us, differs = timed(layer, x, state, frozenset(list(STEPS)[:count]), wanted)
-        yield {"batch": batch, "kind": "ladder", "step": step, "us": us, "gain": round((before or us) / us, 3), **differs}
-        before = us
-    for step in STEPS:
-        slower, differs = timed(layer, x, state, FASTEST - {step}, wanted)
-        yield {"batch": batch, "kind": "without", "step": step, "us": slower, "gain": round(slower / us, 3), **differs}
+def measured(layer: Layer, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Each batch's ladder and all steps but one; then, of each, the steps that are not captured."""
+    later: list[Iterator[dict[str, Any]]] = []
+    for batch in batches:
+        case = Case.random(layer, batch)
+        us = yield from case.ladder()
+        yield from case.without([step for step in STEPS if step != "graph"], us)
+        later.append(case.without(["graph"], us))
+    for rows in later:
+        yield from rows
 
 
-def timed(
-    layer: Layer, x: Tensor, state: State, on: frozenset[str], wanted: tuple[Tensor, Tensor]
-) -> tuple[float, dict[str, float]]:
-    """Microseconds, and how what is added to x differs."""
-    call = lambda: layer(x, state, on)  # noqa: E731
-    differs = deviation(call() - x, layer.chosen, *wanted)
-    seconds = graph_seconds([call] * 2, replays=10) if "graph" in on and x.is_cuda else clocked(call)
-    return round(seconds * 1e6, 2), differs
+class Case(NamedTuple):
+    """Tokens, their sequences, and what plain torch adds to them, with their experts."""
+
+    layer: Layer
+    x: Tensor
+    state: State
+    wanted: tuple[Tensor, Tensor]
+
+    @classmethod
+    def random(cls, layer: Layer, batch: int) -> Case:
+        """Sequences of LENGTH tokens."""
+        state = State.random(layer.shape, [LENGTH] * batch, layer.device)
+        x = torch.randn(batch, layer.shape.hidden, device=layer.device, dtype=torch.bfloat16)
+        return cls(layer, x, state, (layer(x, state, frozenset()) - x, layer.chosen))
+
+    def ladder(self) -> Generator[dict[str, Any], None, float]:
+        """Step upon step; returns the microseconds of all."""
+        before = us = 0.0
+        for count, step in enumerate(("eager", *STEPS)):
+            us, differs = self.timed(frozenset(list(STEPS)[:count]))
+            yield {"batch": len(self.x), "kind": "ladder", "step": step, "us": us, "gain": round((before or us) / us, 3), **differs}
+            before = us
+        return us
+
+    def without(self, steps: Sequence[str], us: float) -> Iterator[dict[str, Any]]:
+        """All steps but each of these, beside `us` of all."""
+        for step in steps:
+            slower, differs = self.timed(FASTEST - {step})
+            yield {"batch": len(self.x), "kind": "without", "step": step, "us": slower, "gain": round(slower / us, 3), **differs}
+
+    def timed(self, on: frozenset[str]) -> tuple[float, dict[str, float]]:
+        """Microseconds, and how what is added to x differs."""
+        call = lambda: self.layer(self.x, self.state, on)  # noqa: E731
+        captured = "graph" in on and self.x.is_cuda
+        differs = deviation((replayed(call) if captured else call()) - self.x, self.layer.chosen, *self.wanted)
+        seconds = graph_seconds([call] * 2, replays=10) if captured else clocked(call)
+        return round(seconds * 1e6, 2), differs
+
+
+def replayed(call: Callable[[], Tensor]) -> Tensor:
+    """What a graph of the call gives."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        out = call()
+    graph.replay()
+    return out.clone()
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class CompiledEngine:
         return size if size in self._graphs or len(self._graphs) < MOST_GRAPHS else None
 
     def _settle(self) -> None:
-        """Once a calling thread: OpenMP keeps its number of threads, torch its stream. Nothing can be captured of the default one."""
+        """Once a calling thread: its number of OpenMP threads, and a stream that can be captured, as the default one cannot."""
         if getattr(self._local, "settled", False):
             return
         torch.set_num_threads(self.threads)
