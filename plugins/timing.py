@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["clocked", "copy_bandwidth", "graph_seconds", "machine", "one_stream"]
+__all__ = ["clocked", "copy_bandwidth", "graph_seconds", "machine", "one_stream", "replayed"]
 
 Call = Callable[[], Any]
 FLUSH_BYTES = 256 << 20
@@ -43,6 +43,16 @@ def one_stream() -> AbstractContextManager[None]:
     graph begins 0.18 us later until the process ends (H200, driver 580); forks inside a graph do not count.
     """
     return torch.cuda.stream(torch.cuda.Stream())
+
+
+def replayed(call: Callable[[], Tensor]) -> Tensor:
+    """What a graph of the call gives; on a stream that is not the default one."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        out = call()
+    graph.replay()
+    return out.clone()
 
 
 def clocked(call: Call, repeats: int = 10) -> float:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from plugins.timing import clocked, graph_seconds, machine, one_stream  # noqa: E402
+from plugins.timing import clocked, graph_seconds, machine, one_stream, replayed  # noqa: E402
 from scripts._layer import FASTEST, R1, STEPS, Layer, State, deviation  # noqa: E402
 from scripts._options import result_file  # noqa: E402
 
@@ -106,16 +106,6 @@ class Case(NamedTuple):
         differs = deviation((replayed(call) if captured else call()) - self.x, self.layer.chosen, *self.wanted)
         seconds = graph_seconds([call] * 2, replays=10) if captured else clocked(call)
         return round(seconds * 1e6, 2), differs
-
-
-def replayed(call: Callable[[], Tensor]) -> Tensor:
-    """What a graph of the call gives."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        out = call()
-    graph.replay()
-    return out.clone()
 
 
 if __name__ == "__main__":
