@@ -13,7 +13,7 @@
 // experts is a kernel of its own: with dependent launch both take 2.9 us at 1 token, 3.2 at 8, 3.4 at 16 on an H200; with the last
 // CTA choosing, found by a counter, one kernel took 4.0, 5.3 and 6.9 there (2026-11-30; 20 in a graph, 0.3 more than by timing.py now).
 //
-// Of its 2.5 us there at 16 tokens an empty kernel is 0.6, and the loads, the sum over the cluster and the writes, without a product,
+// Of its 2.4 us there at 16 tokens an empty kernel is 0.6, and the loads, the sum over the cluster and the writes, without a product,
 // take 2.1. A warp can have 14 loads of 16 bytes a lane on their way, then the next one waits; but each warp more is one more sum to
 // add up. Clusters of sixteen with tokens as mma's rows took as long at 16 tokens and longer below; shared memory instead of registers
 // and four other ways to sum were slower. From 17 tokens on many.cu is faster, on Hopper.
@@ -156,9 +156,6 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(WARPS
 router_gemm(const bf16* __restrict__ x, const bf16* __restrict__ weight, Out* __restrict__ logits, int tokens) {
   __shared__ float4 sums[WARPS][QUADS], parts[SPLIT][SHARE];
   __shared__ u64 barrier;
-  if (threadIdx.x == 0) expect_from_cluster(&barrier, sizeof(parts));
-  __syncwarp();
-  cluster_arrive();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4;
   const int first_expert = blockIdx.x / SPLIT * 16 * EXPERT_TILES;
   const int begin = (blockIdx.x % SPLIT * WARPS + warp) * CHUNKS * CHUNK + column * 8;
@@ -166,6 +163,9 @@ router_gemm(const bf16* __restrict__ x, const bf16* __restrict__ weight, Out* __
   Fragments ring[DEPTH];
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i) ring[i].load_a(w + i * CHUNK);
+  if (threadIdx.x == 0) expect_from_cluster(&barrier, sizeof(parts));  // before the loads, or after all, it costs 0.05 to 0.2 us
+  __syncwarp();
+  cluster_arrive();
   wait_for_inputs();
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i) ring[i].load_b(x + begin + i * CHUNK, row, tokens);
