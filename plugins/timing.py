@@ -51,6 +51,7 @@ def replayed(call: Callable[[], Tensor]) -> Tensor:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         out = call()
+    out.fill_(torch.nan)  # what the first call may have left there
     graph.replay()
     return out.clone()
 

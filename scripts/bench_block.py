@@ -12,7 +12,8 @@ NCCL where each rank has a GPU, R1's shapes; gloo on CPU ranks otherwise, small 
     TP+EP    the same with the experts by number (moe_expert_parallel_size = tp_size)
 
 `tokens` counts those of all ranks in a step, `us` is the slowest rank's. `error` is relative, of what the layer adds to its input
-against the whole layer on one rank, over tokens with the same experts there; `rerouted` the share of the others; the worst rank's.
+against the whole layer on one rank, over tokens with the same experts there; `rerouted` the share of the others; the worst rank's
+(of a call that is not captured, in rows with `graph` on one stream).
 It must be within `TOLERANCE`, or the exit code is 1: sums go in another order, and a bit that differs there can be another FP8 code
 before the experts. A gather in FP8 adds nothing, as the experts quantise to the codes that travelled; NVFP4 rounds what they get.
 Rows without `exchange` leave the collectives out (each rank goes on with what it last received): the difference is what they cost

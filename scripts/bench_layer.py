@@ -6,8 +6,8 @@
 `scripts/_layer.py` is the layer: latent attention (128 heads, absorbed, paged cache), 256 routed experts, 8 a token, and the shared
 one, random weights in R1's FP8 with 128x128 scales, all on one GPU. The first line is plain torch, eager, on weights dequantised
 to BF16 before; each line after it adds a step to all before it (`ladder`), in a CUDA graph from the second on. Below are all steps
-but one (`without`); without `graph`, which comes last as it launches on two streams in turn (`timing.one_stream`), the same kernels
-are launched one by one.
+but one (`without`); without `graph`, and without it and `streams`, the same kernels are launched one by one, after all else, as
+launches on two streams in turn slow down what follows (`timing.one_stream`).
 
 `us` is the median of graph replays (without graph: of wall clock). `gain` is the line before over this one, and under `without`
 the layer without the step over the one with all. `error`: relative to the first line, of what the layer adds to its input, over
@@ -64,7 +64,7 @@ def measured(layer: Layer, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
         case = Case.random(layer, batch)
         us = yield from case.ladder()
         yield from case.without([step for step in STEPS if step != "graph"], us)
-        later.append(case.without(["graph"], us))
+        later.append(case.without(["graph", "graph streams"], us))
     for rows in later:
         yield from rows
 
@@ -94,9 +94,9 @@ class Case(NamedTuple):
         return us
 
     def without(self, steps: Sequence[str], us: float) -> Iterator[dict[str, Any]]:
-        """All steps but each of these, beside `us` of all."""
+        """All steps but each of these (or several, by spaces), beside `us` of all."""
         for step in steps:
-            slower, differs = self.timed(FASTEST - {step})
+            slower, differs = self.timed(FASTEST.difference(step.split()))
             yield {"batch": len(self.x), "kind": "without", "step": step, "us": slower, "gain": round(slower / us, 3), **differs}
 
     def timed(self, on: frozenset[str]) -> tuple[float, dict[str, float]]:

@@ -56,7 +56,7 @@ SHOWN: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 """Kernel -> what a row must be to stand in the table; where ours loses stands in the second table, whichever the row."""
 LAST = "moe_grouped_gemm", "fp4_allgather"
-"""Those with kernels on another stream, which slow down all that is measured after them (`timing.one_stream`)."""
+"""Those that use other streams, or whose peers may: that slows down all that is measured after them (`timing.one_stream`)."""
 BETWEEN = re.compile(r"(<!-- plugins' table: [^\n]*-->\n).*?(<!-- end of plugins' table -->)", re.DOTALL)
 
 

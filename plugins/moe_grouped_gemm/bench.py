@@ -42,7 +42,7 @@ LOSES = {
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Both forms; last those that use a second stream (`timing.one_stream`)."""
+    """Both forms; last those with the shared expert."""
     for experts in (EXPERTS, RANK_EXPERTS):
         for nvfp4 in (True, False):
             matrices = _weights(experts, 2 * WIDTH, HIDDEN, nvfp4), _weights(experts, HIDDEN, WIDTH, nvfp4)

@@ -7,7 +7,7 @@
 
 x BF16 [T, H], indices I32 or I64 [T, K], weights F32 [T, K] -> BF16 [T, H]. The E experts here are numbers first_expert
 and on; others add nothing (with expert parallelism the caller adds the ranks' results). Gate rows lie above up rows. A shared
-expert may be added, BF16 [2S, H] and [H, S], in BF16 as eager torch would; on the GPU it runs on a stream of its own meanwhile.
+expert may be added, BF16 [2S, H] and [H, S], in BF16 as eager torch would; in a CUDA graph it runs on another stream meanwhile.
 
     FP8 block   gate_up E4M3 [E, 2I, H], down E4M3 [E, H, I]; scales F32 [E, rows/128, columns/128]
     NVFP4       gate_up U8 [E, 2I, H/2], down U8 [E, H, I/2]; scales E4M3 [E, rows, columns/16], scales_2 F32 [E]

@@ -1,4 +1,4 @@
-"""The shared expert, a BF16 feed-forward that every token visits, on a stream of its own beside the routed ones."""
+"""The shared expert, a BF16 feed-forward that every token visits, in a graph on a stream of its own beside the routed ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def beside(x: Tensor, gate_up: Tensor, down: Tensor) -> Callable[[], Tensor]:
     Only while a graph is captured: launches that are not, on two streams in turn, make all later kernels begin late
     (`timing.one_stream`). All space belongs to the current stream, and is kept until that has waited: no other kernel gets it.
     """
+    with torch.cuda.device(x.device):
+        capturing = torch.cuda.is_current_stream_capturing()
     now, space = torch.cuda.current_stream(x.device), _space(x, gate_up)
-    side = _side(x.device) if torch.cuda.is_current_stream_capturing() else now
+    side = _side(x.device) if capturing else now
     side.wait_stream(now)
     with torch.cuda.stream(side):
         out = _into(space, x, gate_up, down)

@@ -7,15 +7,15 @@ weights of another type, would end the process without a word (torch 2.13); so n
 
 On CUDA a step of decoding, or of one prompt's chunk, is captured in a CUDA graph the second time that its size occurs, and replayed
 from then on. Sizes are rounded up, so that there are few: a power of two rows of one token, or at most a quarter more tokens
-and pages of a chunk (`_rounded`). Chunks of more than GRAPH_TOKENS keep a GPU busy while the host launches them. All that a thread
-launches, captures included, is on one stream: after a few switches between two every kernel begins later (`plugins/timing.py`).
+and pages of a chunk (`_rounded`). Chunks of more than GRAPH_TOKENS keep a GPU busy while the host launches them. An engine launches
+and captures on one stream: after a few switches between two every kernel begins later (`plugins/timing.py`; forks inside a graph
+do not count).
 
 Shape legend: B rows, T tokens a row, P pages a row, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import json
@@ -47,6 +47,8 @@ class CompiledEngine:
         shape, dtype = (info["num_pages"], info["page_size"], info["latent_dim"]), getattr(torch, info["dtype"])
         self.caches = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(info["num_layers"])]
         self.threads = info["threads"] or min(len(os.sched_getaffinity(0)), 8)
+        cuda = self.device.type == "cuda"
+        self._stream, self._pool = (torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()) if cuda else (None, None)
         self._graphs: dict[Size, StepGraph] = {}
         self._local = threading.local()
 
@@ -66,7 +68,8 @@ class CompiledEngine:
     def step(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
         """Write the tokens [B, T] at their positions through the page table [B, P]; logits [B, V] of each row's last token.
 
-        Rows may be padded on the left with position -1: ignored. Else a row's positions rise by one.
+        Rows may be padded on the left with position -1: ignored. Else a row's positions rise by one. One thread at a time; on CUDA
+        the engine's stream becomes its current one, unless it has one that is not the default.
         """
         self._check(tokens, positions, pages)
         self._settle()
@@ -76,7 +79,7 @@ class CompiledEngine:
         if size is None:
             return self._form(*tokens.shape, pages.shape[1])([*(value.to(self.device) for value in inputs), *self.caches])
         if size not in self._graphs:
-            self._graphs[size] = StepGraph(self._form(*size), size, self.caches)
+            self._graphs[size] = StepGraph(self._form(*size), size, self.caches, self._pool)
         return self._graphs[size](inputs)[: len(tokens)]
 
     @property
@@ -103,14 +106,15 @@ class CompiledEngine:
         return size if size in self._graphs or len(self._graphs) < MOST_GRAPHS else None
 
     def _settle(self) -> None:
-        """Once a calling thread: its number of OpenMP threads, and a stream that can be captured, as the default one cannot."""
-        if getattr(self._local, "settled", False):
-            return
-        torch.set_num_threads(self.threads)
-        if self.device.type == "cuda" and torch.cuda.current_stream() == torch.cuda.default_stream():
-            torch.cuda.synchronize()
-            torch.cuda.set_stream(torch.cuda.Stream())
-        self._local.settled = True
+        """The calling thread's number of OpenMP threads, and its stream: nothing on the default one can be captured."""
+        if not getattr(self._local, "settled", False):
+            torch.set_num_threads(self.threads)
+            if self._stream is not None:
+                torch.cuda.synchronize(self.device)  # weights and caches are there
+            self._local.settled = True
+        if self._stream is not None and (now := torch.cuda.current_stream(self.device)) == torch.cuda.default_stream(self.device):
+            self._stream.wait_stream(now)
+            torch.cuda.set_stream(self._stream)
 
     def _check(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> None:
         """Refuse what the compiled code would read or write out of bounds."""
@@ -132,16 +136,19 @@ class CompiledEngine:
 
 
 class StepGraph:
-    """A step of a size: run once, which loads its kernels, then captured. Unused rows, tokens and pages are padding."""
+    """A step of a size: run once, which loads its kernels, then captured. Unused rows, tokens and pages are padding.
 
-    def __init__(self, form: Form, size: Size, caches: list[Tensor]) -> None:
+    `pool`: memory that graphs of one stream use one after the other.
+    """
+
+    def __init__(self, form: Form, size: Size, caches: list[Tensor], pool: Any = None) -> None:
         rows, length, pages = size
         widths, self.blanks = (length, length, pages), (0, -1, 0)
         self.inputs = [
             torch.full((rows, width), blank, device=caches[0].device) for width, blank in zip(widths, self.blanks, strict=True)
         ]
         self._call = lambda: form([*self.inputs, *caches])
-        self._ran, self.graph = False, None
+        self._ran, self._pool, self.graph = False, pool, None
 
     def __call__(self, inputs: list[Tensor]) -> Tensor:
         """Copy the inputs in, replay, and copy the logits out."""
@@ -156,17 +163,11 @@ class StepGraph:
             return self._call()
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=_pool(), stream=torch.cuda.current_stream()):
+            with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
                 self.logits = self._call()
             self.graph = graph  # only of a capture that succeeded
         self.graph.replay()
         return self.logits.clone()
-
-
-@functools.cache
-def _pool() -> Any:
-    """Memory that all graphs use one after the other."""
-    return torch.cuda.graph_pool_handle()
 
 
 def _rounded(size: int, most: int) -> int:
