@@ -28,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 FLAGS = ("--std=c++17",)
+BOUND = re.compile(r"sm\d+_")
 INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
 STATIC_SHARED = 48 << 10
 """More shared memory than this a kernel must be allowed."""
@@ -67,10 +68,10 @@ _OVERLAP = _Attribute(id=PROGRAMMATIC_SERIALIZATION, value=1)
 
 
 class Source:
-    """One .cu file. `specific`: for this chip alone (sm_90a), with the instructions that no later one has."""
+    """One .cu file; if its name begins with a chip's, as sm90_, for that alone (sm_90a), with instructions that no other has."""
 
-    def __init__(self, path: Path, specific: bool = False) -> None:
-        self.path, self.suffix = path, "a" if specific else ""
+    def __init__(self, path: Path) -> None:
+        self.path, self.suffix = path, "a" if BOUND.match(path.name) else ""
         self._modules: dict[tuple[Any, ...], Module] = {}
 
     def module(self, **defines: int | float) -> Module:

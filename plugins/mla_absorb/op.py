@@ -25,7 +25,7 @@ from plugins.tactics import OURS
 
 __all__ = ["absorb_output", "absorb_query", "has_kernel", "launch"]
 
-SOURCE = Source(Path(__file__).with_name("kernel.cu"), specific=True)
+SOURCE = Source(Path(__file__).with_name("sm90_kernel.cu"))
 NOPE, ROPE, LATENT = 128, 64, 512
 TOKENS = 64
 """Of a tile of x."""

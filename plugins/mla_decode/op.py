@@ -31,7 +31,7 @@ from plugins.tactics import OURS
 
 __all__ = ["mla_decode"]
 
-SOURCE = Source(Path(__file__).with_name("kernel.cu"), specific=True)
+SOURCE = Source(Path(__file__).with_name("sm90_kernel.cu"))
 DIM, LATENT, BLOCK = 576, 512, 64
 THREADS, SHARED = 384, 3 * 9 * 8192 + 1024 + 128 + 1024
 """Threads of a CTA; bytes of its queries, two blocks of keys, row sums and barriers, and their alignment."""

@@ -1,4 +1,4 @@
-// What a CTA of `kernel.cu` works on, and what it multiplies.
+// What a CTA of `sm90_kernel.cu` works on, and what it multiplies.
 
 constexpr int LATENT = 512, DIM = 576, TOKENS = 64, TILE = 64 * 128, TILES = DIM / 64, ROPE_TILE = TILES - 1;
 constexpr int BLOCK = TILES * TILE, CONSUMERS = 256, THREADS = CONSUMERS + 128;

@@ -29,7 +29,7 @@ from plugins.nvrtc import Source, heads_matrix, processors, tensor_map
 
 __all__ = ["has_kernel", "launch", "mla_prefill", "mla_prefill_kv"]
 
-SOURCE = Source(Path(__file__).with_name("kernel.cu"), specific=True)
+SOURCE = Source(Path(__file__).with_name("sm90_kernel.cu"))
 NOPE, ROPE, VALUES = 128, 64, 128
 ROWS = 128
 """Queries of a CTA, and keys of a block."""

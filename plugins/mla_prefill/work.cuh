@@ -1,4 +1,4 @@
-// What a CTA of `kernel.cu` works on.
+// What a CTA of `sm90_kernel.cu` works on.
 
 constexpr int ROWS = 128, KEYS = 128, TILE = 128 * 128, Q_TILES = 3, V_TILES = 2, VALUES = 64 * V_TILES;
 constexpr int STAGES = 2, CONSUMERS = 256, THREADS = CONSUMERS + 128;

@@ -19,7 +19,7 @@ __all__ = [
     "product", "rows", "swiglu",
 ]  # fmt: skip
 
-KERNEL = Source(Path(__file__).with_name("kernel.cu"), specific=True)
+KERNEL = Source(Path(__file__).with_name("sm90_kernel.cu"))
 ROUTE = Source(Path(__file__).with_name("route.cu"))
 MOST_ROWS = 128
 """Rows of activations of a tile."""

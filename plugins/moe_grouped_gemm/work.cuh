@@ -1,4 +1,4 @@
-// What a CTA of `kernel.cu` works on: 256 rows of one expert's weights against at most MOST of its rows of activations.
+// What a CTA of `sm90_kernel.cu` works on: 256 rows of one expert's weights against at most MOST of its rows of activations.
 //
 // With CTAS = 2 two of them make a cluster, and what both need is read once for both: the same weights against two parts of an
 // expert's rows, or the same rows (its only part, or the last of an odd number) against two tiles of its weights.

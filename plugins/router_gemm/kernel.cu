@@ -16,7 +16,7 @@
 // Of its 2.4 us there at 16 tokens an empty kernel is 0.6, and the loads, the sum over the cluster and the writes, without a product,
 // take 2.1. A warp can have 14 loads of 16 bytes a lane on their way, then the next one waits; but each warp more is one more sum to
 // add up. Clusters of sixteen with tokens as mma's rows took as long at 16 tokens and longer below; shared memory instead of registers
-// and four other ways to sum were slower. From 17 tokens on many.cu is faster, on Hopper.
+// and four other ways to sum were slower. From 17 tokens on sm90_many.cu is faster, on Hopper.
 //
 // Compiled by NVRTC for one shape: HIDDEN, EXPERTS, BF16_OUT and either THREADS or TOKEN_TILES (of 8), EXPERT_TILES, SPLIT,
 // WARPS, DEPTH (chunks that a warp has on their way) and STREAMED. Needs sm_90.

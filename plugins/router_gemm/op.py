@@ -21,7 +21,7 @@ from plugins.router_gemm import reference
 __all__ = ["check", "fits", "has_kernel", "launch", "many_forms", "many_variant", "rounded", "router_gemm", "variant"]
 
 SOURCE = Source(Path(__file__).with_name("kernel.cu"))
-MANY = Source(Path(__file__).with_name("many.cu"), specific=True)
+MANY = Source(Path(__file__).with_name("sm90_many.cu"))
 MAX_TOKENS, MANY_TOKENS = 64, 16
 """Beyond the second, the kernel of Hopper alone, where it fits."""
 CHUNK = 32

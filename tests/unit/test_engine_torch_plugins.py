@@ -274,10 +274,10 @@ def test_the_key_has_the_plugins_code_where_they_may_be_taken() -> None:
     cuda = ["engine.torch.device=cuda", "engine.torch.dtype=bfloat16"]
     assert set(PLUGINS) == set(choose.RULES)
     needed = set(sources(PLUGINS))
-    assert {"plugins/mla_decode/kernel.cu", "plugins/nvrtc.py", "pipeline/core/errors.py"} <= needed
+    assert {"plugins/mla_decode/sm90_kernel.cu", "plugins/nvrtc.py", "pipeline/core/errors.py"} <= needed
     assert "plugins/gemm_tactics/tactics.json" in needed
     assert {name for name in needed if name.startswith("plugins/")} <= code(*cuda)
-    assert "plugins/mla_decode/kernel.cu" not in code() | code(*cuda, "engine.torch.plugins=off")
+    assert "plugins/mla_decode/sm90_kernel.cu" not in code() | code(*cuda, "engine.torch.plugins=off")
 
 
 ALONE = """
@@ -290,7 +290,7 @@ assert logits.shape == (1, engine.info["vocab_size"]) and logits.isfinite().all(
 import plugins.mla_decode.op, pipeline.core.errors
 assert plugins.mla_decode.op.__file__.startswith(sys.argv[1])
 print(sorted(name for name in sys.modules if name.startswith("pipeline")))
-for name in ("topk_router/op.py", "moe_grouped_gemm/launch.py", "router_gemm/many.cu", "nowhere.py"):
+for name in ("topk_router/op.py", "moe_grouped_gemm/launch.py", "router_gemm/sm90_many.cu", "nowhere.py"):
     other = engine.info["plugins"] | {"sources": engine.info["plugins"]["sources"] | {"plugins/" + name: "0" * 64}}
     try:
         runtime._load_ops(pathlib.Path(sys.argv[1], "ops"), other)
@@ -335,7 +335,7 @@ def test_an_engine_carries_its_plugins(engine, tmp_path) -> None:
     command = [sys.executable, "-c", ALONE, str(engine)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "['pipeline', 'pipeline.core', 'pipeline.core.errors']", done.stderr
-    for name in ("topk_router/op.py", "moe_grouped_gemm/launch.py", "router_gemm/many.cu", "nowhere.py"):
+    for name in ("topk_router/op.py", "moe_grouped_gemm/launch.py", "router_gemm/sm90_many.cu", "nowhere.py"):
         assert f"plugins/{name} is not the version that this engine was built with" in done.stderr
 
 

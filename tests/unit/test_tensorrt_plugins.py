@@ -227,7 +227,7 @@ def test_plugins_that_are_asked_for_where_there_can_be_none_are_refused() -> Non
 
 @pytest.mark.parametrize(("choice", "files"), [
     ("auto", {"plugins/topk_router/ranked.cu", "plugins/router_gemm/kernel.cu", "plugins/numerics.cuh", "plugins/trt.py"}),
-    ("all", {"plugins/mla_decode/kernel.cu", "plugins/moe_grouped_gemm/launch.py", "plugins/nvrtc.py", "plugins/trt_class.py"}),
+    ("all", {"plugins/mla_decode/sm90_kernel.cu", "plugins/moe_grouped_gemm/op.py", "plugins/nvrtc.py", "plugins/trt_class.py"}),
 ])  # fmt: skip
 def test_an_engine_s_key_has_the_kernels_and_their_compiler(monkeypatch: pytest.MonkeyPatch, choice: str, files: set[str]) -> None:
     asked = config(["+hw=h200", "engine=tensorrt", f"engine.tensorrt.plugins={choice}"])
