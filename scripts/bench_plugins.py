@@ -15,12 +15,14 @@ reference's. A plugin that fails leaves a note and the rows that it had; the exi
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import json
 import re
 import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,8 @@ SHOWN: dict[str, dict[str, tuple[Any, ...]]] = {
 """Kernel -> what a row must be to stand in the table; where ours loses stands in the second table, whichever the row."""
 LAST = "moe_grouped_gemm", "fp4_allgather"
 """Those that use other streams, or whose peers may: that slows down all that is measured after them (`timing.one_stream`)."""
+IMPORTED = "deep_gemm", "flash_mla", "flashinfer", "trtllm_kernel"
+"""Peers that are packages."""
 BETWEEN = re.compile(r"(<!-- plugins' table: [^\n]*-->\n).*?(<!-- end of plugins' table -->)", re.DOTALL)
 
 
@@ -80,6 +84,7 @@ def main() -> int:
         for library in sorted(options.peers.glob("*.so")) if options.peers else ():
             load(library, bench)
         failed = [name for name in plugins if name in options.only and not measured(name, bench, result)]
+        result.peers = versions(options.peers)
         result.written(bench)
     print("\n".join(bench.notes))
     return int(bool(failed))
@@ -95,15 +100,15 @@ class Result:
 
     def __init__(self, file: Path | None) -> None:
         self.file, self.rows, self.seconds = file, list[Row](), dict[str, float]()
-        self.machine = machine()
+        self.machine, self.peers = machine(), dict[str, str]()
 
     def written(self, bench: Bench) -> None:
-        """Rows, what they are measured against, seconds that each plugin took, and the machine."""
+        """Rows, what they are measured against, seconds that each plugin took, peers' versions in the end, and the machine."""
         if self.file is None:
             return
         bandwidths = {"copy_gb_per_s": round(bench.bandwidth / 1e9), "read_gb_per_s": round(bench.read_bandwidth / 1e9)}
         ceilings = bandwidths | {"bf16_tflop_per_s": round(bench.flops / 1e12)}
-        whole = {"rows": self.rows, **ceilings, "notes": bench.notes, "seconds": self.seconds, **self.machine}
+        whole = {"rows": self.rows, **ceilings, "notes": bench.notes, "seconds": self.seconds, "peers": self.peers, **self.machine}
         self.file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
@@ -123,6 +128,14 @@ def measured(name: str, bench: Bench, result: Result) -> bool:
         result.seconds[name] = round(time.monotonic() - begin, 1)
         torch.cuda.empty_cache()
     return True
+
+
+def versions(libraries: Path | None) -> dict[str, str]:
+    """Of the peers: distributions that were imported, and of extension libraries the first digits of their SHA-256."""
+    owners = metadata.packages_distributions()
+    imported = {name: metadata.version(name) for peer in IMPORTED if peer in sys.modules for name in owners.get(peer, ())}
+    files = sorted(libraries.glob("*.so")) if libraries else ()
+    return imported | {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files}
 
 
 def load(library: Path, bench: Bench) -> None:

@@ -4,10 +4,10 @@
     python scripts/sanitize_plugins.py [--only NAME ...] [--tools TOOL ...] [--together] [--jobs N] [--limit S] [--logs FOLDER]
 
 Needs a GPU and compute-sanitizer, which the CUDA toolkit has. For each plugin and tool a process runs those tests of
-tests/unit/test_plugins_NAME.py that need a GPU and capture no CUDA graph; every tensor is an allocation of its own, so that a byte
-beyond it is seen. Only kernels of `plugins/` are watched, but by `initcheck`, which must see who writes. Exits with 1 unless all is
-clean. On an H200 (tools 2025.3 of CUDA 13.0, 2026-11-30, --jobs 10) all took a minute, at commit b8f36d6,
-router_gemm and fused_qkv_a again at 72fd747:
+tests/unit/test_plugins_NAME.py that need a GPU and capture no CUDA graph (the shared expert's second stream is not seen so); every
+tensor is an allocation of its own, so that a byte beyond it is seen. Only kernels of `plugins/` are watched, but by `initcheck`,
+which must see who writes. Exits with 1 unless all is clean. On an H200 (tools 2025.3 of CUDA 13.0, 2026-11-30, --jobs 10) all took
+a minute, at commit b8f36d6, router_gemm and fused_qkv_a again at 72fd747:
 
     memcheck     every plugin: 0 errors
     synccheck    every plugin: 0 errors, in what it can follow (UNFOLLOWED)

@@ -3,6 +3,7 @@
     hidden = all_gather(x, "nvfp4", input_scale=scale)             # BF16 [rows of all ranks, K]
     codes, scales = views(gather_packed(x, "nvfp4", input_scale=scale), K, "nvfp4")      # to feed on, undecoded
     mine = reduce_scatter(outputs)                                 # BF16 [own rows, K]: the way back
+    hidden = torch.ops.r1_pipeline.fp4_allgather(x, scale, group.group_name)             # in NVFP4, for graphs that are exported
 
 A row travels whole, as its codes and then its scales: K bytes * 2 in BF16, 1 + 1/32 in FP8, 1/2 + 1/16 in NVFP4 (3.6 times
 fewer than BF16). So one collective carries it, over any number of ranks, any backend, and any rows a rank (`sizes`); scales
@@ -20,14 +21,15 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from pipeline.core.errors import ConfigError
 from plugins.nvrtc import aligned
 from plugins.quantize import op, reference
 
 __all__ = [
-    "PRECISIONS", "Precision", "all_gather", "all_to_all", "common_scale", "exchange_rows", "gather_packed", "gather_rows", "pack",
-    "reduce_scatter", "row_bytes", "unpack", "views",
+    "PRECISIONS", "Precision", "all_gather", "all_to_all", "common_scale", "exchange_rows", "fp4_allgather", "gather_packed",
+    "gather_rows", "pack", "reduce_scatter", "row_bytes", "unpack", "views",
 ]  # fmt: skip
 
 Precision = Literal["bf16", "fp8", "nvfp4"]
@@ -135,6 +137,18 @@ def all_gather(
         input_scale = common_scale(x, group)
     packed = gather_packed(x, precision, input_scale=input_scale, sizes=sizes, group=group)
     return unpack(packed, x.shape[1], precision, input_scale)
+
+
+@torch.library.custom_op("r1_pipeline::fp4_allgather", mutates_args=())
+def fp4_allgather(x: Tensor, input_scale: Tensor, group: str, sizes: list[int] | None = None) -> Tensor:
+    """`all_gather` in NVFP4 over the process group of this name: BF16 [N, K] -> BF16 [sum(sizes), K]."""
+    return all_gather(x, "nvfp4", input_scale=input_scale, sizes=sizes, group=_resolve_process_group(group))
+
+
+@fp4_allgather.register_fake
+def _(x: Tensor, input_scale: Tensor, group: str, sizes: list[int] | None = None) -> Tensor:
+    rows = _resolve_process_group(group).size() * x.shape[0] if sizes is None else sum(sizes)
+    return x.new_empty((rows, x.shape[1]))
 
 
 def all_to_all(

@@ -2,8 +2,8 @@
 
     y = torch.ops.r1_pipeline.tuned_linear(x, weight)
 
-x BF16 [N, K], weight BF16 [O, K] -> BF16 [N, O]. On the CPU, on another GPU or library than the file's, and for shapes that it
-does not hold, this is `torch.nn.functional.linear`.
+x BF16 [N, K], weight BF16 [O, K] -> BF16 [N, O]. On another GPU or library than the file's, and for shapes that it does not hold,
+this is `torch.nn.functional.linear`; CPU runs the reference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from pipeline.core.errors import ConfigError
-from plugins.gemm_tactics import cublaslt, tactics
+from plugins.gemm_tactics import cublaslt, reference, tactics
 from plugins.nvrtc import aligned
 
 __all__ = ["tuned_linear"]
@@ -40,7 +40,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 @tuned_linear.register_kernel("cpu")
 def _(x: Tensor, weight: Tensor) -> Tensor:
     _check(x, weight)
-    return linear(x, weight)
+    return reference.linear(x, weight)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

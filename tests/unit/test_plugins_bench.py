@@ -155,3 +155,10 @@ def test_readme_has_the_tables_of_the_result() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     stale = f"write it anew: python scripts/bench_plugins.py --readme {RESULT.relative_to(ROOT)}"
     assert bench_plugins.inserted(text, ROWS) == text, stale
+
+
+def test_a_result_names_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sgl_ops.so").write_bytes(b"")
+    monkeypatch.setattr(bench_plugins, "IMPORTED", ("pytest", "nowhere"))
+    assert bench_plugins.versions(tmp_path) == {"pytest": pytest.__version__, "sgl_ops.so": "e3b0c44298fc"}
+    assert bench_plugins.versions(None) == {"pytest": pytest.__version__}

@@ -44,7 +44,25 @@ def check() -> None:
     assert torch.equal(codes, wanted[0]) and torch.equal(scales.float(), wanted[1].float())
     with pytest.raises(ConfigError, match="rows of each"):
         op.all_gather(part(rank, 4), "fp8", sizes=[9] * world)
+    exported(rank, world)
     benchmark(world)
+
+
+def exported(rank: int, world: int) -> None:
+    """The op in a graph, for any number of rows, and with parts that differ."""
+    name, call = dist.group.WORLD.group_name, torch.ops.r1_pipeline.fp4_allgather
+
+    class Gather(torch.nn.Module):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return call(x * 2, scale, name).relu()
+
+    shapes = {"x": {0: torch.export.Dim("rows", min=2, max=64)}, "scale": None}
+    graph = torch.export.export(Gather(), (part(rank, 4), SCALE), dynamic_shapes=shapes).module()
+    for rows in (4, 9):
+        wanted = op.all_gather(part(rank, rows) * 2, input_scale=SCALE).relu()
+        assert torch.equal(graph(part(rank, rows), SCALE), wanted) and len(wanted) == world * rows
+    sizes = [3 + 5 * other for other in range(world)]
+    torch.library.opcheck(call, (part(rank, sizes[rank]), SCALE, name, sizes), test_utils=("test_schema", "test_faketensor"))
 
 
 def benchmark(world: int) -> None:
