@@ -1,4 +1,4 @@
-"""A linear layer by the algorithm that the tactic file holds for its shape, as a torch op; elsewhere torch's own product.
+"""A linear layer by what the tactic file holds for its shape, as a torch op; elsewhere torch's own product.
 
     y = torch.ops.r1_pipeline.tuned_linear(x, weight)
 
@@ -23,12 +23,12 @@ __all__ = ["tuned_linear"]
 def tuned_linear(x: Tensor, weight: Tensor) -> Tensor:
     """BF16 [N, K] and [O, K] -> [N, O]"""
     _check(x, weight)
-    algorithm = tactics.find(len(x), *weight.shape, torch.cuda.get_device_name(x.device), cublaslt.version())
-    if algorithm is None:
+    tactic = tactics.find(len(x), *weight.shape, torch.cuda.get_device_name(x.device), cublaslt.version())
+    if tactic is None:
         return linear(x, weight)
     out = _output(x, weight)
     with torch.cuda.device(x.device):
-        cublaslt.product(aligned(x), aligned(weight), out, algorithm)
+        tactics.multiply(aligned(x), aligned(weight), out, tactic)
     return out
 
 

@@ -67,10 +67,10 @@ def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> None:
+def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False, tiles: int = 0) -> None:
     """The kernel alone, from and into `aligned` tensors; logits may be BF16 [N, E] too.
 
-    `overlap`: load weights while the kernel before it on the stream still runs.
+    `overlap`: load weights while the kernel before it on the stream still runs. `tiles`: `variant`'s `expert_tiles`.
     """
     (tokens, hidden), experts = x.shape, weight.shape[0]
     shape = {"HIDDEN": hidden, "EXPERTS": experts, "BF16_OUT": int(logits.dtype == torch.bfloat16)}
@@ -80,7 +80,7 @@ def launch(x: Tensor, weight: Tensor, logits: Tensor, overlap: bool = False) -> 
             module = SOURCE.module(THREADS=threads, **shape)
             module.launch("router_gemm_one", (experts, 1, 1), threads, x, weight, logits, overlap=overlap)
         elif not (tokens > MANY_TOKENS and logits.dtype == torch.float32 and _launch_many(x, weight, logits, overlap)):
-            name, macros, grid, threads = variant(tokens, hidden, experts)
+            name, macros, grid, threads = variant(tokens, hidden, experts, tiles)
             SOURCE.module(**macros, **shape).launch(name, grid, threads, x, weight, logits, tokens, overlap=overlap)
 
 

@@ -24,7 +24,8 @@ WORDS = [hex(word) for word in range(7, 15)]
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tactic file of one shape."""
     path = tmp_path / "tactics.json"
-    rows = [{"tokens": 4, "out": 64, "hidden": 32, "algorithm": WORDS}, {"tokens": 8, "out": 64, "hidden": 32, "algorithm": []}]
+    rows = [{"tokens": 4, "algorithm": WORDS}, {"tokens": 8, "algorithm": []}, {"tokens": 2, "algorithm": [], "kernel": 1}]
+    rows = [row | {"out": 64, "hidden": 32} for row in rows]
     path.write_text(json.dumps({"version": 1, "device": "H", "cublaslt": 13, "rows": rows}))
     monkeypatch.setattr(tactics, "FILE", path)
     tactics.find.cache_clear()
@@ -37,6 +38,15 @@ def test_a_tactic_is_that_of_its_shape_device_and_library(file: Path) -> None:
     assert tactics.products("H", 13) == {(64, 32)} and not tactics.products("H", 14)
     for other in ((8, 64, 32, "H", 13), (4, 64, 33, "H", 13), (4, 64, 32, "G", 13), (4, 64, 32, "H", 14)):
         assert tactics.find(*other) is None
+
+
+def test_a_tactic_may_be_a_form_of_our_kernel(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(tactics.ours, "launch", lambda *_, tiles: done.append(tiles))
+    monkeypatch.setattr(cublaslt, "product", lambda *given: done.append(given[-1]))
+    for tokens in (2, 4):
+        tactics.multiply(*[torch.empty(0)] * 3, tactics.find(tokens, 64, 32, "H", 13))
+    assert done == [1, tuple(range(7, 15))]
 
 
 def test_the_committed_file_holds_r1s_shapes() -> None:

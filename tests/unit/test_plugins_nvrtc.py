@@ -37,6 +37,9 @@ BUILDS = {
         {"HIDDEN": 7168, "EXPERTS": 256, "THREADS": 224, "BF16_OUT": 0},
         {"HIDDEN": 7168, "EXPERTS": 2112, **gemm.variant(16, 7168, 2112)[1], "BF16_OUT": 1},
         {"HIDDEN": 7168, "EXPERTS": 256, **gemm.variant(64, 7168, 256)[1], "BF16_OUT": 0},
+        {"HIDDEN": 1536, "EXPERTS": 24576, **gemm.variant(64, 1536, 24576, 1)[1], "BF16_OUT": 1},
+        {"HIDDEN": 16384, "EXPERTS": 7168, **gemm.variant(1, 16384, 7168, 2)[1], "BF16_OUT": 1},
+        {"HIDDEN": 18432, "EXPERTS": 7168, **gemm.variant(16, 18432, 7168, 1)[1], "BF16_OUT": 1},
     ],
     "router_gemm/sm90_many.cu": [
         gemm.many_variant(form, rows, 7168, 256)[0] for rows in range(24, 65, 8) for form in gemm.many_forms(rows, 7168, 256)
