@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plugins.bench import Bench, Call, relative
+from plugins.bench import Bench, Call, compiled, relative
 from plugins.mla_absorb import op, reference, tactics
 
 __all__ = ["rows"]
 
 HEADS = (128, 16)
-TOKENS = (1, 8, 32, 64, 128, 256, 1024)
+TOKENS = (1, 8, 32, 64, 128, 256, 1024, 4096)
 WHY = "made for reading the weight once: beyond 64 tokens a CTA's tiles follow each other, and few heads are few CTAs"
 WHY_FEW = "behind only if the weight lies in the L2, where a layer of a model does not find it"
 
@@ -30,28 +30,34 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def _query(bench: Bench, q: Tensor, w_uk: Tensor) -> dict[str, Any]:
-    nope, rope = q.split((op.NOPE, op.ROPE), -1)
     out, again = (q.new_full((*q.shape[:2], op.LATENT + op.ROPE), torch.nan) for _ in range(2))
 
     def bmm() -> Tensor:
         tactics.bmm_query(q, w_uk, again)
         return again
 
-    def eager() -> Tensor:
-        return torch.cat((torch.einsum("tan,anl->tal", nope, w_uk), rope), -1)
+    def ours(overlap: bool) -> None:
+        op.launch(q, w_uk, out, overlap)
 
-    wanted = reference.absorb_query(q, w_uk)
-    return _row(bench, "mla_absorb", (q, w_uk, out), lambda overlap: op.launch(q, w_uk, out, overlap), wanted, eager, {"bmm": bmm})
+    return _row(bench, "mla_absorb", (q, w_uk, out), ours, reference.absorb_query(q, w_uk), _eager_query, {"bmm": bmm})
+
+
+def _eager_query(q: Tensor, w_uk: Tensor) -> Tensor:
+    nope, rope = q.split((op.NOPE, op.ROPE), -1)
+    return torch.cat((torch.einsum("tan,anl->tal", nope, w_uk), rope), -1)
 
 
 def _output(bench: Bench, latent: Tensor, w_uv: Tensor) -> dict[str, Any]:
     out = latent.new_full((*latent.shape[:2], op.NOPE), torch.nan)
 
-    def eager() -> Tensor:
-        return torch.einsum("tal,avl->tav", latent, w_uv).contiguous()
+    def ours(_: bool) -> None:
+        tactics.bmm_output(latent, w_uv, out)
 
-    wanted = reference.absorb_output(latent, w_uv)
-    return _row(bench, "mla_absorb_output", (latent, w_uv, out), lambda _: tactics.bmm_output(latent, w_uv, out), wanted, eager, {})
+    return _row(bench, "mla_absorb_output", (latent, w_uv, out), ours, reference.absorb_output(latent, w_uv), _eager_output, {})
+
+
+def _eager_output(latent: Tensor, w_uv: Tensor) -> Tensor:
+    return torch.einsum("tal,avl->tav", latent, w_uv).contiguous()
 
 
 def _row(
@@ -60,7 +66,7 @@ def _row(
     tensors: tuple[Tensor, Tensor, Tensor],
     ours: Call,
     wanted: Tensor,
-    eager: Call,
+    eager: Callable[[Tensor, Tensor], Tensor],
     peers: dict[str, Call],
 ) -> dict[str, Any]:
     x, weight, out = tensors
@@ -69,7 +75,8 @@ def _row(
         {"heads": x.shape[1], "tokens": len(x)},
         ours,
         error=lambda: relative(out, wanted),
-        eager=eager,
+        eager=lambda: eager(x, weight),
+        compiled=lambda: compiled(eager)(x, weight),
         peers=peers,
         right=lambda found: relative(found, wanted) < 5e-3,
         moved=2 * sum(tensor.numel() for tensor in tensors),

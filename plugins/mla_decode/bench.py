@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.bench import Bench, Call, relative
+from plugins.bench import Bench, Call, compiled, relative
 from plugins.mla_decode import op, reference, tactics
 
 __all__ = ["rows"]
@@ -22,7 +22,7 @@ QUARTER = "16 heads fill a quarter of a tile's rows; plans made before, once a s
 MOST_FEW = 64
 """Sequences; from here on their tiles are a wave of CTAs."""
 SHAPES = (
-    *((batch, 256) for batch in (1, 16, 64, 256)),
+    *((batch, 256) for batch in (1, 16, 64, 256, 1024, 4096)),
     *((batch, 1024) for batch in (1, 16, 64, 128)),
     *((batch, 4096) for batch in (1, 8, 32, 64, 128)),
     (256, 2048),
@@ -50,18 +50,14 @@ def _row(bench: Bench, heads: int, batch: int, length: int, fp8: bool) -> dict[s
     wanted, _ = reference.mla_decode(q[few], cache, table[few], lengths[few], SCALE, op.LATENT)
     out, lse = q.new_full((*q.shape[:3], op.LATENT), torch.nan), torch.empty(q.shape[:3], device="cuda")
 
-    def eager() -> Tensor:
-        rows = cache.bfloat16()[table.long()].flatten(1, 2)
-        weights = (q[:, 0] @ rows.transpose(1, 2) * SCALE).softmax(-1)
-        return weights @ rows[..., : op.LATENT]
-
     flops = 2 * batch * heads * length * (op.DIM + op.LATENT)
     row = bench.row(
         "mla_decode",
         {"heads": heads, "batch": batch, "tokens": batch, "length": length, "cache": "fp8" if fp8 else "bf16"},
         lambda overlap: op.launch(q, cache, table, lengths, out, lse, SCALE, overlap=overlap),
         error=lambda: relative(out[few], wanted),
-        eager=eager,
+        eager=lambda: _eager(q, cache, table),
+        compiled=lambda: compiled(_eager)(q, cache, table),
         peers=_peers(q, cache, table, lengths),
         right=lambda found: relative(found.view(out.shape)[few], wanted) < (0.1 if fp8 else 1e-2),
         moved=cache.numel() * cache.element_size() + (q.numel() + out.numel()) * 2,
@@ -71,6 +67,12 @@ def _row(bench: Bench, heads: int, batch: int, length: int, fp8: bool) -> dict[s
         why=QUARTER if heads < HEADS else FP8 if fp8 else FEW if batch < MOST_FEW else MANY,
     )
     return row | {"tflop_per_s": round(flops / row["ours_us"] / 1e6)}
+
+
+def _eager(q: Tensor, cache: Tensor, table: Tensor) -> Tensor:
+    rows = cache.bfloat16()[table.long()].flatten(1, 2)
+    weights = (q[:, 0] @ rows.transpose(1, 2) * SCALE).softmax(-1)
+    return weights @ rows[..., : op.LATENT]
 
 
 def _peers(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> dict[str, Call]:

@@ -30,7 +30,7 @@ ROWS = (8, 32, 64, 128, 256, 512)
 TOKENS = {RANK_EXPERTS: (1, 8, 64, 256, 1024, 2048, 4096, 8192, 16384), EXPERTS: (1, 8, 64, 256, 1024, 2048, 4096, 8192)}
 MOST_TOKENS = {True: 4096, False: 16384}
 """NVFP4 or not."""
-SHARED_TOKENS = (64, 256)
+SHARED_TOKENS = (1, 8, 64, 256, 1024, 4096)
 FEW = 4
 """Tokens, and rows of a product, that are compared with the reference."""
 CALLS = 4
@@ -176,7 +176,7 @@ def _whole(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: Te
         lambda overlap: launch.experts(x, indices, weights, gate_up, down, out, 0, overlap),
         error=lambda: relative(out[:FEW], wanted) if wanted.any() else 0.0,
         eager=lambda: _eager(x, indices, weights, *wide),
-        compiled=None if nvfp4 else lambda: compiled(_eager)(x, indices, weights, *wide),
+        compiled=lambda: compiled(_eager)(x, indices, weights, *wide),
         peers={} if nvfp4 else {"deep_gemm": deep_gemm},
         right=lambda found: relative(found, out) < 3e-2 if out.any() else True,
         moved=2 * x.numel() * 2,

@@ -20,7 +20,7 @@ CONFIGS = {
     "glm_4.5": (160, 1, 1, 8, 2.5),
 }
 TOKENS = (1, 8, 64, 256, 1024, 4096, 16384)
-OTHERS_TOKENS = (1, 256, 4096)
+OTHERS_TOKENS = TOKENS[:-1]
 """Of the other models."""
 
 
