@@ -12,6 +12,7 @@ from tests._utils.cuda_on_cpu import CudaOnCpu
 torch = pytest.importorskip("torch", reason="the ops are torch's")
 
 from plugins.fused_qkv_a import op, reference  # noqa: E402
+from tests._utils.peers import poison  # noqa: E402
 
 TYPES = "const uint4*, const uint4*, const uint4*, const float*, const int*, const long long*, u8*, uint4*, float, float"
 SMALL, R1, NO_KERNEL = (512, 256, 16), (1536, 512, 64), (96, 40, 16)
@@ -23,25 +24,24 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_CLUSTERS
 def case(sizes: tuple[int, int, int], tokens: int, fp8: bool, bad: float = 0.0) -> list[torch.Tensor]:
     """qkv, q_norm, kv_norm, cos_sin, positions, slots (one of them negative) and a poisoned cache."""
     q, latent, rope = sizes
-    generator = torch.Generator().manual_seed(tokens)
-    qkv = (torch.randn(tokens, sum(sizes), generator=generator) * 3).bfloat16()
+    qkv = (torch.randn(tokens, sum(sizes)) * 3).bfloat16()
     if tokens:
         qkv[0, [5, q + 5, q + latent + 5]] = bad
     angles = torch.arange(POSITIONS).unsqueeze(1) * 10.0 ** -torch.linspace(0, 4, rope // 2)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    positions = torch.randint(POSITIONS, (tokens,), generator=generator, dtype=torch.int32)
-    slots = torch.randperm(SLOTS, generator=generator)[:tokens]
+    positions = torch.randint(POSITIONS, (tokens,), dtype=torch.int32)
+    slots = torch.randperm(SLOTS)[:tokens]
     slots[1:2] = -1
-    norms = [(1 + torch.randn(size, generator=generator) / 10).bfloat16() for size in (q, latent)]
+    norms = [(1 + torch.randn(size) / 10).bfloat16() for size in (q, latent)]
     cache = torch.full((SLOTS, latent + rope), 0x55, dtype=torch.uint8).repeat(1, 1 if fp8 else 2)
     return [qkv, *norms, cos_sin, positions, slots, cache.view(torch.float8_e4m3fn if fp8 else torch.bfloat16)]
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Equal but for the last place: sums of squares are added in another order."""
-    place = 2.0**-3 if wanted.dtype == torch.float8_e4m3fn else 2.0**-6
+    place, least = (2.0**-3, 2.0**-9) if wanted.dtype == torch.float8_e4m3fn else (2.0**-6, 0)  # E4M3 below 2^-6: 2^-9 apart
     found, wanted = found.float().cpu(), wanted.float()
-    torch.testing.assert_close(found, wanted, rtol=place, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, wanted, rtol=place, atol=least, equal_nan=True)
     assert (found == wanted).logical_or(wanted.isnan()).float().mean() > 0.98
 
 
@@ -74,6 +74,8 @@ def test_tail_vs_reference(device: str, sizes: tuple[int, int, int], fp8: bool) 
         *inputs, cache = case(sizes, tokens, fp8)
         wanted, found = cache.clone(), cache.to(device)
         q_wanted = reference.tail(*inputs, wanted, 0.5, 1e-6)
+        if device == "cuda":
+            poison()
         q_a = torch.ops.r1_pipeline.norm_rope_cache(*(tensor.to(device) for tensor in inputs), found, 0.5, 1e-6)
         close(found, wanted)
         if tokens:
@@ -86,6 +88,8 @@ def test_tail_of_turned_rows_into_a_cache_at_an_odd_address(device: str, fp8: bo
     qkv, *rest, cache = (tensor.to(device) for tensor in case(SMALL, 7, fp8))
     space = cache.new_empty(cache.numel() + 1)
     odd = space[1:].view(cache.shape).copy_(cache)
+    if device == "cuda":
+        poison()
     wanted = op.norm_rope_cache(qkv, *rest, cache)
     found = op.norm_rope_cache(qkv.t().contiguous().t(), *rest, odd)
     assert odd.data_ptr() % op.STORE and found.is_contiguous()  # as export is told
@@ -98,6 +102,8 @@ def test_product_vs_reference(device: str) -> None:
     weight = (torch.randn(2112, 7168, device=device) / 85).bfloat16()
     for tokens in (0, 1, 2, 3, 8, 13, 16, 17) if device == "cuda" else (0, 3):
         x = torch.randn(tokens, 7168, device=device).bfloat16()
+        if device == "cuda":
+            poison()
         found = torch.ops.r1_pipeline.qkv_a(x, weight)
         torch.testing.assert_close(found.double(), x.double() @ weight.double().t(), rtol=2.0**-7, atol=1e-4)
 
