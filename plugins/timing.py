@@ -46,11 +46,9 @@ def one_stream() -> AbstractContextManager[None]:
 
 
 def replayed(call: Callable[[], Tensor]) -> Tensor:
-    """What a graph of the call gives; on a stream that is not the default one."""
+    """What a graph of the call gives."""
     call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        out = call()
+    graph, out = _capture(call)
     out.fill_(torch.nan)  # what the first call may have left there
     graph.replay()
     return out.clone()
@@ -99,15 +97,20 @@ def _commit() -> str:
 
 
 def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """On the current stream, unless it is the default one, of which nothing can be captured."""
-    now, default = torch.cuda.current_stream(), torch.cuda.default_stream()
-    kept: list[Tensor] = [call() for call in calls[:2] for _ in range(2)]
+    kept = [call() for call in calls[:2] for _ in range(2)]
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=None if now == default else now):
-        kept = [call() for call in calls]  # no two of them share memory
+    graph, kept = _capture(lambda: [call() for call in calls])  # no two of them share memory
     del kept
     return graph
+
+
+def _capture(call: Call) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """On the current stream, unless it is the default one, of which nothing can be captured; and what the call returned."""
+    now, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=None if now == default else now):
+        out = call()
+    return graph, out
 
 
 def _warm(graph: torch.cuda.CUDAGraph) -> torch.cuda.CUDAGraph:

@@ -55,7 +55,7 @@ class Kernel(NamedTuple):
     """Of 16 outputs that a CTA takes."""
 
 
-KERNELS = Kernel(1), Kernel(2)
+KERNELS = tuple(map(Kernel, ours.EXPERT_TILES))
 Tactic = cublaslt.Algorithm | Kernel
 
 

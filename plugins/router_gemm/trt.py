@@ -41,7 +41,7 @@ def _product(name: str, output: str, reference: Callable[[Tensor, Tensor], Tenso
     return Plugin(
         name=name, inputs={"x": "BF16", "weight": "BF16"}, outputs={"logits": output}, attributes={"max_tokens": int},
         shapes=_shapes, reference=lambda x, weight, **_: (reference(x, weight),), kernel=kernel, refusal=_refusal, least_sm=90,
-        tactics=(1, 2),
+        tactics=op.EXPERT_TILES,
     )  # fmt: skip
 
 

@@ -74,8 +74,7 @@ def test_tail_vs_reference(device: str, sizes: tuple[int, int, int], fp8: bool) 
         *inputs, cache = case(sizes, tokens, fp8)
         wanted, found = cache.clone(), cache.to(device)
         q_wanted = reference.tail(*inputs, wanted, 0.5, 1e-6)
-        if device == "cuda":
-            poison()
+        poison(device)
         q_a = torch.ops.r1_pipeline.norm_rope_cache(*(tensor.to(device) for tensor in inputs), found, 0.5, 1e-6)
         close(found, wanted)
         if tokens:
@@ -88,8 +87,7 @@ def test_tail_of_turned_rows_into_a_cache_at_an_odd_address(device: str, fp8: bo
     qkv, *rest, cache = (tensor.to(device) for tensor in case(SMALL, 7, fp8))
     space = cache.new_empty(cache.numel() + 1)
     odd = space[1:].view(cache.shape).copy_(cache)
-    if device == "cuda":
-        poison()
+    poison(device)
     wanted = op.norm_rope_cache(qkv, *rest, cache)
     found = op.norm_rope_cache(qkv.t().contiguous().t(), *rest, odd)
     assert odd.data_ptr() % op.STORE and found.is_contiguous()  # as export is told
@@ -102,8 +100,7 @@ def test_product_vs_reference(device: str) -> None:
     weight = (torch.randn(2112, 7168, device=device) / 85).bfloat16()
     for tokens in (0, 1, 2, 3, 8, 13, 16, 17) if device == "cuda" else (0, 3):
         x = torch.randn(tokens, 7168, device=device).bfloat16()
-        if device == "cuda":
-            poison()
+        poison(device)
         found = torch.ops.r1_pipeline.qkv_a(x, weight)
         torch.testing.assert_close(found.double(), x.double() @ weight.double().t(), rtol=2.0**-7, atol=1e-4)
 

@@ -113,8 +113,7 @@ def test_nvfp4_kernels_vs_reference(kernels: Kernels, kind: str, rows: int, tile
 def results(call: Callable, device: str, *arguments: torch.Tensor | bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """What an op gives, on a GPU in memory that held NaN."""
     moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in arguments]
-    if device == "cuda":
-        poison()
+    poison(device)
     return call(*moved)
 
 

@@ -26,8 +26,7 @@ def test_op_vs_reference(device: str, shape: tuple[int, int]) -> None:
     for tokens in TOKENS + ((4, 5, 8, 9, 16, 17, 24, 33, 48, 50, 64, 65, 200) if device == "cuda" else ()):
         x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
         wanted = x.double() @ weight.double().t()
-        if device == "cuda":
-            poison()
+        poison(device)
         logits = torch.ops.r1_pipeline.router_gemm(x, weight)
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits.double(), wanted, rtol=0, atol=3e-5)
@@ -46,8 +45,7 @@ def test_nan_and_infinity_stay_in_their_token(device: str, bad: float, shape: tu
             x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
             x[token, torch.randint(hidden, ())] = bad
             wanted = x.double() @ weight.double().t()
-            if device == "cuda":
-                poison()
+            poison(device)
             logits = torch.ops.r1_pipeline.router_gemm(x, weight)
             torch.testing.assert_close(logits.double(), wanted, rtol=0, atol=3e-5, equal_nan=True)
             assert logits.isfinite().sum() == (tokens - 1) * experts
