@@ -6,7 +6,7 @@ The library's own choice (its first candidate) and torch's product are timed bes
 `router_gemm`'s kernel, each checked against float32 first; what is kept is faster than torch's by more than the spread of a
 measurement. Weights come from memory, not from the L2, as a layer's do when its turn comes. A file is used on the device and with
 the library version that it names; anywhere else, and for other shapes, torch's product is taken. Tokens are the sizes of decode
-batches that engines capture. The committed file is of a search before our kernel was among the candidates.
+batches that engines capture.
 """
 
 from __future__ import annotations
