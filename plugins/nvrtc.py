@@ -34,8 +34,9 @@ STATIC_SHARED = 48 << 10
 """More shared memory than this a kernel must be allowed."""
 TENSOR_MAP, PROMOTE_256B = 128, 3
 """sizeof(CUtensorMap); CU_TENSOR_MAP_L2_PROMOTION_L2_256B"""
-TENSOR_MAP_KINDS, SWIZZLE_128B = {1: 0, 2: 9, 4: 7}, 3
-"""Of elements of 1, 2 and 4 bytes: CU_TENSOR_MAP_DATA_TYPE_UINT8, _BFLOAT16, _FLOAT32"""
+TENSOR_MAP_KINDS, SWIZZLES = {1: 0, 2: 9, 4: 7}, {64: 2, 128: 3}
+"""Of elements of 1, 2 and 4 bytes: CU_TENSOR_MAP_DATA_TYPE_UINT8, _BFLOAT16, _FLOAT32; of rows of 64 and 128:
+CU_TENSOR_MAP_SWIZZLE_64B, _128B"""
 PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 MAX_DYNAMIC_SHARED, CLUSTER_WIDTH, ANY_CLUSTER = 8, 11, 14
@@ -171,7 +172,7 @@ def heads_matrix(x: Any) -> tuple[Any, int]:
 def tensor_map(matrix: Any, rows: int, columns: int = 64, swizzle: bool | None = None) -> Any:
     """CUtensorMap of a matrix [R, C] for TMA copies of `rows` x `columns`: a kernel argument, by value.
 
-    `swizzle`: 16-byte pieces of 128-byte rows in the matrix instructions' order; only BF16's unless said.
+    `swizzle`: 16-byte pieces of rows of 128 or 64 bytes in the matrix instructions' order; only BF16's unless said.
     """
     kind = matrix.element_size(), matrix.element_size() == 2 if swizzle is None else swizzle
     return _tensor_map(_pointer(matrix), *matrix.shape, matrix.stride(0), *kind, rows, columns)
@@ -182,8 +183,8 @@ def _tensor_map(pointer: int, height: int, width: int, stride: int, element: int
     space = (ctypes.c_ubyte * (2 * TENSOR_MAP))()
     encoded = (ctypes.c_ubyte * TENSOR_MAP).from_buffer(space, -ctypes.addressof(space) % TENSOR_MAP)
     sizes, pitches = (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(stride * element)
-    box, steps, order = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1), SWIZZLE_128B if swizzle else 0
-    kind = TENSOR_MAP_KINDS[element]
+    box, steps = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1)
+    kind, order = TENSOR_MAP_KINDS[element], SWIZZLES[columns * element] if swizzle else 0
     described = kind, 2, ctypes.c_void_p(pointer), sizes, pitches, box, steps, 0, order, PROMOTE_256B, 0
     _ok(_driver().cuTensorMapEncodeTiled(encoded, *described), f"describe a [{height}, {width}] matrix for TMA")
     return encoded

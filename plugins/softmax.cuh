@@ -42,23 +42,28 @@ __device__ __forceinline__ void largest(const float (&s)[N], float (&top)[2]) {
   }
 }
 
-// The largest score may stay what it was `before` while weights are 2^8 at most: then sums need not be rescaled.
-__device__ __forceinline__ void settle(float (&top)[2], const float (&before)[2], float scale) {
+// A scale of all rows, or of each of a thread's two.
+__device__ __forceinline__ float of(float scale, int) { return scale; }
+__device__ __forceinline__ float of(const float (&scale)[2], int half) { return scale[half]; }
+
+// The largest score may stay what it was `before` while weights are 2^`most` at most: then sums need not be rescaled.
+template <class Scale>
+__device__ __forceinline__ void settle(float (&top)[2], const float (&before)[2], const Scale& scale, float most = 8.f) {
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    if ((top[half] - before[half]) * scale <= 8.f) top[half] = before[half];
+    if ((top[half] - before[half]) * of(scale, half) <= most) top[half] = before[half];
 }
 
-// Scores -> weights, and this thread's part of their sums.
-template <int N>
-__device__ __forceinline__ void weigh(float (&s)[N], const float (&top)[2], float scale, float (&sum)[2]) {
+// Scores -> weights, 2^`raised` of the largest, and this thread's part of their sums.
+template <int N, class Scale>
+__device__ __forceinline__ void weigh(float (&s)[N], const float (&top)[2], const Scale& scale, float (&sum)[2], float raised = 0.f) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float offset = top[half] * scale;
+    const float factor = of(scale, half), offset = top[half] * factor - raised;
 #pragma unroll
     for (int j = 0; j < N / 2; ++j) {
       float& weight = s[j / 2 * 4 + 2 * half + j % 2];
-      weight = exp2_fast(weight * scale - offset);
+      weight = exp2_fast(weight * factor - offset);
       sum[half] += weight;
     }
   }
@@ -72,8 +77,9 @@ __device__ __forceinline__ void round_weights(const float (&s)[N], u32 (&weights
 }
 
 // What sums are to be multiplied with when the largest score was `before` and is `now`.
-__device__ __forceinline__ void factors(float (&factor)[2], const float (&before)[2], const float (&now)[2], float scale) {
-  factor[0] = exp2_fast((before[0] - now[0]) * scale), factor[1] = exp2_fast((before[1] - now[1]) * scale);
+template <class Scale>
+__device__ __forceinline__ void factors(float (&factor)[2], const float (&before)[2], const float (&now)[2], const Scale& scale) {
+  factor[0] = exp2_fast((before[0] - now[0]) * of(scale, 0)), factor[1] = exp2_fast((before[1] - now[1]) * of(scale, 1));
 }
 
 // Most often there is no larger score, and nothing to do.

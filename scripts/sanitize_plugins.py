@@ -45,7 +45,7 @@ UNFOLLOWED = {
         "moe_product": ONE_LANE,
         "topk_router": "tied lanes write one place, which is noticed and written again",
     },
-    "synccheck": {"mla_decode": "two warpgroups meet at one barrier from two places of the program, each warp as a whole"},
+    "synccheck": dict.fromkeys(("mla_decode", "mla_decode_fp8"), "warpgroups meet at one barrier from two places of the program"),
 }
 """Kernels that a tool reports, and for what. Small right kernels of these forms (but topk_router's) were reported there, too."""
 BREAKING = {"racecheck": "router_gemm or test_product or qkv_a-1 or qkv_a-2 or absorb or moe"}

@@ -4,11 +4,12 @@
 
 q BF16 [B, T, A, 576] (absorbed: latent | rope), cache BF16 or E4M3 [pages, page, 576] (times kv_scale), table I32 [B, P], lengths
 I32 [B], each P * page at most (not asked of the device), T queries a sequence of which the last is at its last token -> out BF16
-[B, T, A, 512], lse F32 [B, T, A] (natural logarithm; -inf: no token). An FP8 cache is multiplied in FP16, which has all its
-values: it halves bytes, not the arithmetic. Another library's kernel is taken where it is present and was measured to be faster
-(`tactics`: for an FP8 cache, one that rounds queries, too, which can be refused).
+[B, T, A, 512], lse F32 [B, T, A] (natural logarithm; -inf: no token). An FP8 cache is multiplied in FP8 (`fp8`): queries, with a
+scale for each head, and softmax weights are rounded to E4M3 as the cache is. `R1_PIPELINE_FP8_QUERIES=0` refuses that: then it is
+multiplied in FP16, which has all of its values, in twice the time. Another library's kernel is taken where it is present and was
+measured to be faster (`tactics`).
 
-The kernel needs sm_90 (it is wgmma and TMA through and through), D = 576, L = 512, pages of a multiple of 64 tokens, and a
+The kernels need sm_90 (they are wgmma and TMA through and through), D = 576, L = 512, pages of a multiple of 64 tokens, and a
 multiple of 64 heads or fewer than 64; other cases are computed page by page in plain torch. A sequence is split among CTAs so
 that the chip is full (`splits`); a second kernel joins them. Only `table` bounds the work, so a step can be captured in a graph.
 """
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.errors import ConfigError
-from plugins.mla_decode import reference, tactics
+from plugins.mla_decode import fp8, reference, tactics
 from plugins.nvrtc import Source, aligned, processors, tensor_map
 from plugins.quantize.reference import FP8
 from plugins.tactics import OURS
@@ -35,8 +36,10 @@ SOURCE = Source(Path(__file__).with_name("sm90_kernel.cu"))
 DIM, LATENT, BLOCK = 576, 512, 64
 THREADS, SHARED = 384, 3 * 9 * 8192 + 1024 + 128 + 1024
 """Threads of a CTA; bytes of its queries, two blocks of keys, row sums and barriers, and their alignment."""
-OVERHEAD = 1.5
-"""What starting a CTA and writing its part cost, in pairs of blocks."""
+START, JOIN, PART = 1.2, 0.5, 0.023
+"""What starting a piece of work, joining up to 32 parts of a row, and another 64 rows' part cost, in pairs of blocks (3 us)."""
+JOINED_AT_ONCE, MOST_GROUPS = 8, 4
+"""Parts of a row that a group of the joining kernel's threads reads at a time; groups."""
 
 
 @torch.library.custom_op("r1_pipeline::mla_decode", mutates_args=(), device_types="cuda")
@@ -58,7 +61,7 @@ def _ours(
 ) -> tuple[Tensor, Tensor]:
     """The kernels' results."""
     out, lse = _outputs(q, latent)
-    launch(q, cache, table, lengths, out, lse, scale, kv_scale)
+    launch(q, cache, table, lengths, out, lse, scale, kv_scale, exact=not tactics.rounds_queries())
     return out, lse
 
 
@@ -73,41 +76,53 @@ def launch(
     kv_scale: float = 1.0,
     splits: int | None = None,
     overlap: bool = False,
+    exact: bool = False,
 ) -> None:
     """The kernels alone, from and into `aligned` tensors.
 
-    `overlap`: let the first start while the kernel before it on the stream still runs.
+    `overlap`: let the first start while the kernel before it on the stream still runs. `exact`: no FP8 but the cache's.
     """
     (batch, tokens, heads, _), page = q.shape, cache.shape[1]
     tiles, rows = tokens * max(1, heads // BLOCK), batch * tokens * heads
     if splits is None:
-        splits = best_splits(tiles * batch, -(-table.shape[1] * page // (2 * BLOCK)), processors(q.device))
+        splits = best_splits(tiles * batch, -(-table.shape[1] * page // (2 * BLOCK)), processors(q.device), min(heads, BLOCK))
     part, part_lse = (out, lse) if splits == 1 else _parts(q.device, rows, splits)
-    maps = tensor_map(q.view(rows, DIM), BLOCK), tensor_map(cache.view(-1, DIM), BLOCK)
     scales = float(scale * kv_scale / math.log(2)), float(kv_scale)
     with torch.cuda.device(q.device):
-        module = SOURCE.module(HEADS=heads, PAGE=page, FP8=int(cache.dtype == FP8))
-        arguments = *maps, cache, table, lengths, out, part, part_lse, table.shape[1], tokens, splits, batch, *scales
-        grid = (min(tiles * splits * batch, processors(q.device)), 1, 1)
-        module.launch("mla_decode", grid, THREADS, *arguments, overlap=overlap, shared=SHARED)
+        kernel = fp8.kernel(q, cache) if cache.dtype == FP8 and not exact else _kernel(q, cache)
+        arguments = *kernel.own, table, lengths, part, part, part_lse, table.shape[1], tokens, splits, batch, *scales
+        grid = min(tiles * splits * batch, processors(q.device)), 1, 1
+        kernel.module.launch(kernel.name, grid, kernel.threads, *arguments, overlap=overlap, shared=kernel.shared)
         if splits > 1:
-            joining = tactics.COMBINE.module(AT_ONCE=at_once(splits))
-            joining.launch("mla_combine", (rows, 1, 1), LATENT // 4, part, part_lse, out, lse, splits, overlap=True)
+            macros, threads = joining(splits)
+            joiner = tactics.COMBINE.module(**macros)
+            joiner.launch("mla_combine", (rows, 1, 1), threads, part, part_lse, out, lse, splits, overlap=True)
+
+
+def _kernel(q: Tensor, cache: Tensor) -> fp8.Kernel:
+    """That of BF16 and FP16 products."""
+    module = SOURCE.module(HEADS=q.shape[2], PAGE=cache.shape[1], FP8=int(cache.dtype == FP8))
+    maps = tensor_map(q.view(-1, DIM), BLOCK), tensor_map(cache.view(-1, DIM), BLOCK)
+    return fp8.Kernel(module, "mla_decode", THREADS, SHARED, (*maps, cache))
 
 
 @functools.cache
-def best_splits(tiles: int, pairs: int, processors: int) -> int:
-    """CTAs a sequence's heads are split among, so that all waves of `tiles` take least; a pair of blocks is the unit."""
+def best_splits(tiles: int, pairs: int, processors: int, rows: int = BLOCK) -> int:
+    """CTAs a sequence's heads are split among, so that all waves of `tiles`, and joining their `rows`, take least."""
 
     def cost(splits: int) -> float:
-        return -(-tiles * splits // processors) * (-(-pairs // splits) + OVERHEAD) + (OVERHEAD if splits > 1 else 0)
+        waves, joins = -(-tiles * splits // processors), -(-splits // (JOINED_AT_ONCE * MOST_GROUPS))
+        joining = JOIN * joins + PART * tiles * splits * rows / BLOCK
+        return waves * (-(-pairs // splits) + START) + (joining if splits > 1 else 0)
 
     return min(range(1, max(1, min(pairs, processors)) + 1), key=cost)
 
 
-def at_once(splits: int) -> int:
-    """Parts that the joining kernel is compiled to have on their way at a time."""
-    return min(8, 1 << (splits - 1).bit_length())
+def joining(splits: int) -> tuple[dict[str, int], int]:
+    """What the kernel that joins so many parts is compiled for, and its threads a row."""
+    wanted = (JOINED_AT_ONCE, splits), (MOST_GROUPS, -(-splits // JOINED_AT_ONCE))
+    at_once, groups = (min(most, 1 << (count - 1).bit_length()) for most, count in wanted)
+    return {"AT_ONCE": at_once, "GROUPS": groups}, groups * LATENT // 4
 
 
 def has_kernel(q: Tensor, cache: Tensor, latent: int) -> bool:

@@ -26,6 +26,9 @@
 #include "../softmax.cuh"
 #include "work.cuh"
 
+constexpr int TILES = DIM / 64, ROPE_TILE = TILES - 1, BLOCK = TILES * TILE, CONSUMERS = 256, THREADS = CONSUMERS + 128;
+#include "expand.cuh"
+
 constexpr int CONSUMER_REGISTERS = FP8 ? 200 : 240, PRODUCER_REGISTERS = FP8 ? 104 : 24;  // of the 3 * 168 that CTAs begin with
 
 static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168, "more registers than the CTA has would never come");
@@ -67,11 +70,6 @@ __device__ __forceinline__ void expand_half(Shared& shared, const Place& at, con
   }
   publish();
   barrier_arrive(&shared.full[block][half]);
-}
-
-__device__ __forceinline__ int cache_row(const int* pages, int block) {
-  constexpr int BLOCKS = PAGE / TOKENS;
-  return pages[block / BLOCKS] * PAGE + block % BLOCKS * TOKENS;
 }
 
 // A piece's blocks in pairs, each half when it is free. The last pair may lack its second block, then the first is loaded again

@@ -1,10 +1,10 @@
 """Which implementation of the decoding attention is fastest where (`tactics.json`; see `plugins.tactics`), and those of others.
 
 "flash_mla": DeepSeek's FlashMLA, where it can be imported, for BF16 caches in pages of 64. "sgl_flash_mla": sgl-kernel's, where
-it is loaded, for FP8 caches in pages of 64. It multiplies in FP8: queries (within 448) and weights are rounded to E4M3, as the
-cache is. Against attention over the cache before that was rounded, its relative L2 error on an H200 was 1.03 to 1.48 times ours
-in each of 24 cases (random, peaked and outlying channels; the cache's scale 1, or its largest / 448), of 3 to 11 % where single
-channels did not dominate. So it is taken where it was measured faster, rounding included; `R1_PIPELINE_FP8_QUERIES=0` refuses it.
+it is loaded, for FP8 caches in pages of 64. It multiplies in FP8, as ours does: queries (within 448) and weights are rounded to
+E4M3, as the cache is. Against attention over the cache before that was rounded, its relative L2 error on an H200 was 1.03 to 1.48
+times that of exact products in each of 24 cases (random, peaked and outlying channels; the cache's scale 1, or its largest / 448),
+of 3 to 11 % where single channels did not dominate. `R1_PIPELINE_FP8_QUERIES=0` refuses both: then codes are multiplied in FP16.
 flashinfer's needs a plan made on the host for every batch: an op cannot take it.
 """
 
@@ -22,7 +22,7 @@ from plugins.nvrtc import Source, aligned
 from plugins.quantize.reference import FP8
 from plugins.tactics import OURS, Table, importable, ours_alone, takes
 
-__all__ = ["COMBINE", "TABLE", "THEIRS", "flash_mla", "present", "sgl_flash_mla"]
+__all__ = ["COMBINE", "TABLE", "THEIRS", "flash_mla", "present", "rounds_queries", "sgl_flash_mla"]
 
 SIZES = "heads", "batch", "length"
 NAMES = "flash_mla", "sgl_flash_mla"
@@ -41,10 +41,14 @@ def present(fp8: bool) -> tuple[str, ...]:
     if ours_alone():
         return (OURS,)
     if fp8:
-        refused = os.environ.get("R1_PIPELINE_FP8_QUERIES") == "0"
-        there = not refused and all(takes(torch.ops.sgl_kernel, *op) for op in SGL_OPS)
+        there = rounds_queries() and all(takes(torch.ops.sgl_kernel, *op) for op in SGL_OPS)
         return (OURS, "sgl_flash_mla") if there else (OURS,)
     return (OURS, "flash_mla") if _plans_by_itself() else (OURS,)
+
+
+def rounds_queries() -> bool:
+    """Whether an FP8 cache may be multiplied in FP8, with all that it is multiplied with."""
+    return os.environ.get("R1_PIPELINE_FP8_QUERIES") != "0"
 
 
 def _plans_by_itself() -> bool:
@@ -87,5 +91,5 @@ def _without_empty(out: Tensor, lse: Tensor, lengths: Tensor) -> tuple[Tensor, T
     (batch, tokens, heads, _), total = out.shape, lse.transpose(1, 2).contiguous()
     with torch.cuda.device(out.device):
         rest = aligned(lengths), out, total, tokens, heads
-        COMBINE.module(AT_ONCE=2).launch("mla_clear", (batch * tokens, 1, 1), THREADS, *rest, overlap=True)
+        COMBINE.module(AT_ONCE=2, GROUPS=1).launch("mla_clear", (batch * tokens, 1, 1), THREADS, *rest, overlap=True)
     return out, total

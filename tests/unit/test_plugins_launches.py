@@ -221,10 +221,17 @@ def test_kv_quantize(launches: Launches, int8: bool) -> None:
 @pytest.mark.parametrize(
     ("batch", "queries", "heads", "page"), [(1, 1, 128, 64), (3, 2, 16, 64), (200, 1, 128, 128), (2, 1, 64, 64)]
 )
-def test_mla_decode(launches: Launches, cache: Any, batch: int, queries: int, heads: int, page: int) -> None:
+def test_mla_decode(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, cache: Any, batch: int, queries: int, heads: int, page: int
+) -> None:
+    monkeypatch.delenv("R1_PIPELINE_FP8_QUERIES", raising=False)
     pages = t(4, page, 576, dtype=cache), t(batch, 8, dtype=I32), t(batch, dtype=I32)
     on_gpu(mla_decode.mla_decode)(t(batch, queries, heads, 576), *pages, 0.1, 512, 0.5 if cache == FP8 else 1.0)
-    assert launches.names[0] == "mla_decode" and set(launches.names) <= {"mla_decode", "mla_combine"}
+    name = "mla_decode_fp8" if cache == FP8 else "mla_decode"
+    assert launches.names[0] == name and set(launches.names) <= {name, "mla_combine"}
+    monkeypatch.setenv("R1_PIPELINE_FP8_QUERIES", "0")
+    on_gpu(mla_decode.mla_decode)(t(batch, queries, heads, 576), *pages, 0.1, 512, 0.5 if cache == FP8 else 1.0)
+    assert launches.names.count("mla_decode") == (1 if cache == FP8 else 2)
 
 
 def test_mla_prefill(launches: Launches) -> None:

@@ -19,7 +19,11 @@ from plugins.topk_router import op as router  # noqa: E402
 SOURCES = sorted(Path(nvrtc.__file__).parent.glob("*/*.cu"))
 BUILDS = {
     "fused_qkv_a": [{"Q": 1536, "LATENT": 512, "ROPE": 64, "FP8": fp8} for fp8 in (0, 1)],
-    "mla_decode": [{"HEADS": heads, "PAGE": 64, "FP8": fp8, "AT_ONCE": 4 + 4 * fp8} for heads, fp8 in ((128, 0), (16, 1))],
+    "mla_decode": [
+        {"HEADS": 128, "PAGE": 64, "FP8": 0, "AT_ONCE": 4, "GROUPS": 1},
+        {"HEADS": 16, "PAGE": 64, "FP8": 1, "AT_ONCE": 8, "GROUPS": 4},
+    ],
+    "mla_decode/sm90_fp8.cu": [{"HEADS": heads, "PAGE": 64} for heads in (128, 16)],
     "moe_grouped_gemm": [
         {"NVFP4": nvfp4, "SWIGLU": swiglu, "MOST": most, "CTAS": 2 - nvfp4, "HIDDEN": 7168, "TOP_K": 8}
         | ({"COLUMNS": 7168, "ROWS": 2048} if swiglu else {"COLUMNS": 2048, "ROWS": 7168})
