@@ -77,7 +77,7 @@ def main() -> int:
         sys.exit("No GPU that torch can use: this benchmark needs one.")
     for library in sorted(options.peers.glob("*.so")) if options.peers else ():
         torch.ops.load_library(str(library))
-    found = {"mla_decode": decode_tactics.present(fp8=False), "mla_prefill": prefill_tactics.present(alone=False)}
+    found = {"mla_decode": decode_tactics.present(), "mla_prefill": prefill_tactics.present(alone=False)}
     rows = []
     for context in QUICK_CONTEXTS if options.quick else CONTEXTS:
         group = [measured(tokens, context) for tokens in TOKENS if tokens <= context]

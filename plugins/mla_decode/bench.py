@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ FP8 = "sgl's queries are in FP8 already and its plan was made before, once a ste
 FEW = "a pair of blocks is a CTA's least, and a second kernel joins float32 parts; plans made before, once a step, are not counted"
 MANY = "128 of 132 multiprocessors work: theirs cut sequences to fill all, by a plan made before, once a step, and not counted"
 QUARTER = "16 heads fill a quarter of a tile's rows; plans made before, once a step, are not counted"
+SGL_SEQUENCES = 4096
+"""So many end its process."""
 MOST_FEW = 64
 """Sequences; from here on their tiles are a wave of CTAs."""
 SHAPES = (
@@ -32,7 +35,8 @@ FEW_HEADS_SHAPES = (16, 1024), (1, 4096), (64, 4096)
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
-    """One query a sequence, all of one length, the pages of the cache in random order. `exact_us`: FP8 codes multiplied in FP16."""
+    """One query a sequence, all of one length, the pages of the cache in random order. FP8: `exact_us` with codes multiplied in
+    FP16, and `error_of_exact` how many times the error of that (of the cache's rounding, too) ours has."""
     for fp8 in (False, True):
         for heads, shapes in ((HEADS, SHAPES), (FEW_HEADS, FEW_HEADS_SHAPES)):
             for batch, length in shapes:
@@ -42,8 +46,8 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
 def _row(bench: Bench, heads: int, batch: int, length: int, fp8: bool) -> dict[str, Any]:
     pages = length // PAGE
     q = torch.randn(batch, 1, heads, op.DIM, device="cuda", dtype=torch.bfloat16)
-    cache = torch.randn(batch * pages, PAGE, op.DIM, device="cuda", dtype=torch.bfloat16)
-    cache = cache.to(op.FP8) if fp8 else cache
+    latents = torch.randn(batch * pages, PAGE, op.DIM, device="cuda", dtype=torch.bfloat16)
+    cache = latents.to(op.FP8) if fp8 else latents
     table = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
     lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
     few = slice(0, 4)
@@ -66,8 +70,13 @@ def _row(bench: Bench, heads: int, batch: int, length: int, fp8: bool) -> dict[s
         turns=3,
         why=QUARTER if heads < HEADS else FP8 if fp8 else FEW if batch < MOST_FEW else MANY,
     )
-    exact = {"exact_us": micros(lambda: op.launch(q, cache, table, lengths, out, lse, SCALE, exact=True), 10)} if fp8 else {}
-    return row | exact | {"tflop_per_s": round(flops / row["ours_us"] / 1e6)}
+    row |= {"tflop_per_s": round(flops / row["ours_us"] / 1e6)}
+    if not fp8:
+        return row
+    whole, _ = reference.mla_decode(q[few], latents, table[few], lengths[few], SCALE, op.LATENT)
+    call = functools.partial(op.launch, q, cache, table, lengths, out, lse, SCALE)
+    errors = {exact: relative((call(exact=exact), out[few])[1], whole) for exact in (False, True)}
+    return row | {"exact_us": micros(lambda: call(exact=True), 10), "error_of_exact": round(errors[False] / errors[True], 3)}
 
 
 def _eager(q: Tensor, cache: Tensor, table: Tensor) -> Tensor:
@@ -81,7 +90,7 @@ def _peers(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor) -> dict[str
     paged = q, cache, table, lengths
     rest = SCALE, op.LATENT
     if cache.dtype == op.FP8:
-        return {"sgl_flash_mla": lambda: tactics.sgl_flash_mla(*paged, *rest, 1.0)[0], "sgl_planned": _sgl_planned(*paged)}
+        return {"sgl_planned": _sgl_planned(*paged)} if len(q) < SGL_SEQUENCES else {}
     planned = {"flash_mla_planned": _flash_mla_planned(*paged), "flashinfer": _flashinfer(*paged)}
     return {"flash_mla": lambda: tactics.flash_mla(*paged, *rest)[0]} | planned
 

@@ -6,8 +6,8 @@ q BF16 [B, T, A, 576] (absorbed: latent | rope), cache BF16 or E4M3 [pages, page
 I32 [B], each P * page at most (not asked of the device), T queries a sequence of which the last is at its last token -> out BF16
 [B, T, A, 512], lse F32 [B, T, A] (natural logarithm; -inf: no token). An FP8 cache is multiplied in FP8 (`fp8`): queries, with a
 scale for each head, and softmax weights are rounded to E4M3 as the cache is. `R1_PIPELINE_FP8_QUERIES=0` refuses that: then it is
-multiplied in FP16, which has all of its values, in twice the time. Another library's kernel is taken where it is present and was
-measured to be faster (`tactics`).
+multiplied in FP16, which has all of its values, in twice the time. For a BF16 cache another library's kernel is taken where it is
+present and was measured to be faster (`tactics`).
 
 The kernels need sm_90 (they are wgmma and TMA through and through), D = 576, L = 512, pages of a multiple of 64 tokens, and a
 multiple of 64 heads or fewer than 64; other cases are computed page by page in plain torch. A sequence is split among CTAs so
@@ -134,12 +134,12 @@ def has_kernel(q: Tensor, cache: Tensor, latent: int) -> bool:
 
 def _fastest(q: Tensor, cache: Tensor, table: Tensor, kv_scale: float) -> str:
     """Of the implementations that take these shapes, the measured choice."""
-    page, fp8 = cache.shape[1], cache.dtype == FP8
-    if page != tactics.PAGE or not table.shape[1] or (not fp8 and kv_scale != 1):  # FlashMLA cannot be told of a scale
+    page = cache.shape[1]
+    if cache.dtype == FP8 or page != tactics.PAGE or not table.shape[1] or kv_scale != 1:  # FlashMLA cannot be told of a scale
         return OURS
-    same = torch.cuda.get_device_name(q.device), "fp8" if fp8 else "bf16"
+    same = torch.cuda.get_device_name(q.device), "bf16"
     sizes = q.shape[2], q.shape[0] * q.shape[1], table.shape[1] * page
-    return tactics.TABLE.choose(same, sizes, tactics.present(fp8))
+    return tactics.TABLE.choose(same, sizes, tactics.present())
 
 
 @mla_decode.register_fake

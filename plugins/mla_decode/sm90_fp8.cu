@@ -277,6 +277,7 @@ __device__ __forceinline__ void add_block(Shared& shared, float (&o)[4][32], u32
   load_values(values, keys_of(shared, count) + WHICH * TILE + place);
 #pragma unroll
   for (int i = 0; i < 32; ++i) some |= values[i / 8][i / 4 % 2][i % 4];
+  __syncwarp();
   if (lane == 0) barrier_arrive(&shared.empty[stage] + (some & never));
   if (WHICH == 0) {
     barrier_wait(&shared.weighed[slot], turn<2 * SLOTS>(count));
@@ -293,6 +294,7 @@ __device__ __forceinline__ void add_block(Shared& shared, float (&o)[4][32], u32
     for (int i = 0; i < 4; ++i) wgmma_codes(o[i], values[i][k], weights + 2 * k);
   wgmma_commit();
   wgmma_wait<0>();
+  __syncwarp();
   if (WHICH == 1 && lane == 0) barrier_arrive(&shared.added[slot]);
 }
 

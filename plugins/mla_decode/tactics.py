@@ -1,11 +1,8 @@
 """Which implementation of the decoding attention is fastest where (`tactics.json`; see `plugins.tactics`), and those of others.
 
-"flash_mla": DeepSeek's FlashMLA, where it can be imported, for BF16 caches in pages of 64. "sgl_flash_mla": sgl-kernel's, where
-it is loaded, for FP8 caches in pages of 64. It multiplies in FP8, as ours does: queries (within 448) and weights are rounded to
-E4M3, as the cache is. Against attention over the cache before that was rounded, its relative L2 error on an H200 was 1.03 to 1.48
-times that of exact products in each of 24 cases (random, peaked and outlying channels; the cache's scale 1, or its largest / 448),
-of 3 to 11 % where single channels did not dominate. `R1_PIPELINE_FP8_QUERIES=0` refuses both: then codes are multiplied in FP16.
-flashinfer's needs a plan made on the host for every batch: an op cannot take it.
+"flash_mla": DeepSeek's FlashMLA, where it can be imported, for BF16 caches in pages of 64. For FP8 caches ours is always taken:
+sgl-kernel's, which multiplies in FP8 as well, makes its plan in each call of an op, was slower at all sizes then, and ends the
+process at 4,096 sequences. flashinfer's needs a plan made on the host for every batch: an op cannot take it.
 """
 
 from __future__ import annotations
@@ -19,31 +16,21 @@ import torch
 from torch import Tensor
 
 from plugins.nvrtc import Source, aligned
-from plugins.quantize.reference import FP8
-from plugins.tactics import OURS, Table, importable, ours_alone, takes
+from plugins.tactics import OURS, Table, importable, ours_alone
 
-__all__ = ["COMBINE", "TABLE", "THEIRS", "flash_mla", "present", "rounds_queries", "sgl_flash_mla"]
+__all__ = ["COMBINE", "TABLE", "THEIRS", "flash_mla", "present", "rounds_queries"]
 
 SIZES = "heads", "batch", "length"
-NAMES = "flash_mla", "sgl_flash_mla"
-TABLE = Table(Path(__file__).with_name("tactics.json"), "mla_decode", ("device", "cache"), SIZES, NAMES)
+TABLE = Table(Path(__file__).with_name("tactics.json"), "mla_decode", ("device", "cache"), SIZES, ("flash_mla",))
 COMBINE = Source(Path(__file__).with_name("combine.cu"))
 THREADS = 128
 PAGE = 64
-MOST = 448.0
-SGL_OPS = ("get_mla_decoding_metadata_dense_fp8", 3), ("fwd_kvcache_mla_fp8", 11)
-"""What is called of sgl-kernel, and the arguments of each."""
 
 
 @functools.cache
-def present(fp8: bool) -> tuple[str, ...]:
-    """Implementations that can be used in this process for a cache of FP8 or BF16 in pages of 64."""
-    if ours_alone():
-        return (OURS,)
-    if fp8:
-        there = rounds_queries() and all(takes(torch.ops.sgl_kernel, *op) for op in SGL_OPS)
-        return (OURS, "sgl_flash_mla") if there else (OURS,)
-    return (OURS, "flash_mla") if _plans_by_itself() else (OURS,)
+def present() -> tuple[str, ...]:
+    """Implementations that can be used in this process for a BF16 cache in pages of 64."""
+    return (OURS, "flash_mla") if not ours_alone() and _plans_by_itself() else (OURS,)
 
 
 def rounds_queries() -> bool:
@@ -71,19 +58,7 @@ def flash_mla(
     return _without_empty(*library.flash_mla_with_kvcache(q, cache.unsqueeze(2), *rest), lengths)
 
 
-def sgl_flash_mla(
-    q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, latent: int, kv_scale: float
-) -> tuple[Tensor, Tensor]:
-    """sgl-kernel's FlashMLA for FP8 as the op's results."""
-    library, rows = torch.ops.sgl_kernel, q.shape[1] * q.shape[2]
-    schedule = library.get_mla_decoding_metadata_dense_fp8(lengths, rows, 1)
-    scales = q.new_ones(1, dtype=torch.float32), q.new_full((1,), kv_scale, dtype=torch.float32)
-    codes = q.clamp(-MOST, MOST).to(FP8)
-    rest = latent, lengths, table, scale, q.shape[1] > 1, *schedule, *scales
-    return _without_empty(*library.fwd_kvcache_mla_fp8(codes, cache.unsqueeze(2), *rest), lengths)
-
-
-THEIRS = {"flash_mla": flash_mla, "sgl_flash_mla": sgl_flash_mla}
+THEIRS = {"flash_mla": flash_mla}
 
 
 def _without_empty(out: Tensor, lse: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

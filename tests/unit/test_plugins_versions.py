@@ -20,19 +20,13 @@ from plugins.mla_prefill import tactics as prefill  # noqa: E402
 from plugins.moe_grouped_gemm import op as moe_op  # noqa: E402
 from plugins.moe_grouped_gemm import tactics as moe  # noqa: E402
 
-PLAN = "get_mla_decoding_metadata_dense_fp8(Tensor seqlens_k, int num_heads_per_head_k, int num_heads_k) -> Tensor[]"
-ATTEND = (
-    "fwd_kvcache_mla_fp8(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, "
-    "bool is_causal, Tensor tile_scheduler_metadata, Tensor num_splits, Tensor? descale_q, Tensor? descale_k) -> Tensor[]"
-)
 FA3 = f"fwd({', '.join(f'Tensor? x{i}' for i in range(prefill.FA3_ARGUMENTS))}) -> Tensor[]"
 PRODUCT = "def m_grouped_fp8_gemm_nt_contiguous(*_, **__): {}"
 
 
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("R1_PIPELINE_KERNELS", "R1_PIPELINE_FP8_QUERIES"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("R1_PIPELINE_KERNELS", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("deep_gemm", "flash_mla"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -68,21 +62,7 @@ def test_deep_gemm_is_asked_for_its_layout(text: str | None, names: tuple[str, .
 ])  # fmt: skip
 def test_flash_mla_is_asked_whether_it_plans_by_itself(text: str, names: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "flash_mla.py").write_text(text)
-    assert decode.present(fp8=False) == names
-
-
-@pytest.mark.parametrize(("schemas", "names"), [
-    ((PLAN, ATTEND), ("ours", "sgl_flash_mla")),
-    ((ATTEND,), ("ours",)),
-    ((PLAN, ATTEND.replace(", Tensor? descale_k", "")), ("ours",)),
-])  # fmt: skip
-def test_sgls_ops_are_asked_for_their_arguments(schemas: tuple[str, ...], names: tuple[str, ...]) -> None:
-    if hasattr(torch.ops.sgl_kernel, "fwd_kvcache_mla_fp8"):
-        pytest.skip("the library itself is loaded")
-    with torch.library._scoped_library("sgl_kernel", "FRAGMENT") as library:
-        for schema in schemas:
-            library.define(schema)
-        assert decode.present(fp8=True) == names
+    assert decode.present() == names
 
 
 @pytest.mark.parametrize(("schema", "names"), [(FA3, ("ours", "fa3")), (FA3.replace(", Tensor? x36", ""), ("ours",))])
@@ -105,13 +85,10 @@ def test_as_many_arguments_are_passed_as_are_asked_for(monkeypatch: pytest.Monke
 
             return call
 
-    monkeypatch.setattr(torch.ops, "sgl_kernel", Ops(), raising=False)
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", Ops(), raising=False)
-    monkeypatch.setattr(decode, "_without_empty", lambda *_: None)
     ends = torch.zeros(1, dtype=torch.int32)
-    decode.sgl_flash_mla(torch.zeros(1, 1, 1, 576), torch.zeros(1, 64, 576), ends[None], ends, 1.0, 512, 1.0)
     prefill.fa3(*torch.zeros(3, 1, 1, 192), ends, ends, 1.0)
-    assert passed == dict(decode.SGL_OPS) | {"fwd": prefill.FA3_ARGUMENTS}
+    assert passed == {"fwd": prefill.FA3_ARGUMENTS}
 
 
 def test_what_fails_when_it_is_called_is_not_called_again(tmp_path: Path) -> None:
