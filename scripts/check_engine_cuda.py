@@ -149,8 +149,6 @@ def checked(model: str, out: Path) -> Iterator[dict[str, Any]]:
         yield {"plugins": plugins, "bytes": size, "expanded_from": engine.info["expanded_from"]}
         yield from ({"plugins": plugins, **row} for row in check_graphs(engine))
     yield from check_tokens(model, out, engines)
-    carried, compiled = (len(list(folder.glob("kernels/*"))) for folder in (out / "auto" / "ops", Path(os.environ[CACHE])))
-    yield {"kernels_carried": carried, "kernels_compiled_while_serving": compiled, "good": not compiled}
 
 
 def checked_eager(model: str, out: Path) -> Iterator[dict[str, Any]]:
@@ -196,16 +194,17 @@ def check_tokens(model: str, out: Path, engines: dict[str, Any]) -> Iterator[dic
     plain = Eager(info, weights)
     reference = engines.get("off", plain)
     written = [write(reference, prompt) for prompt in texts]
-    judged = {"off, not compiled": plain, **engines}
+    words, logits = [words for words, _ in written], {}
+    for name, engine in {"off, not compiled": plain, **engines}.items():
+        logits[name] = written_by(engine, texts, words)
+    yield from kernels(out, engines)
     if info["plugins"]["experts"] == "fp8_block" and info["plugins"]["taken"] != ["moe_grouped_gemm"]:
-        judged["auto, experts in BF16, not compiled"] = Eager(info, weights, without_experts(info))
-    logits = {
-        name: torch.cat([write(other, prompt, words)[1] for prompt, (words, _) in zip(texts, written, strict=True)])
-        for name, other in judged.items()
-    }
-    del judged, plain, weights, reference
+        other = Eager(info, weights, without_experts(info))  # whose shared expert's products are kernels that no engine has
+        logits["auto, experts in BF16, not compiled"] = written_by(other, texts, words)
+        del other
+    del plain, weights, reference, engine
     torch.cuda.empty_cache()
-    wanted, least = float32(model, out, texts, [words for words, _ in written]), torch.cat([rows for _, rows in written])
+    wanted, least = float32(model, out, texts, words), torch.cat([rows for _, rows in written])
     for name, found in logits.items():
         kept = name in engines and name != "off" and info["plugins"]["experts"]
         row = judge(wanted, (least, logits["off, not compiled"]), found, fp8=kept == "fp8_block")
@@ -240,10 +239,24 @@ def float32(model: str, out: Path, texts: list[Any], words: list[list[int]]) -> 
 
     if model != "tiny":
         graph = exact(out / "auto")
-        return torch.cat([write(graph, prompt, text)[1] for prompt, text in zip(texts, words, strict=True)])
+        return written_by(graph, texts, words)
     reference = build(Arch.from_dir(TINY_R1), {name: torch.from_numpy(value) for name, value in dequantized(TINY_R1)}).cuda()
     whole = [torch.cat([prompt, torch.tensor(text[:-1])])[None].cuda() for prompt, text in zip(texts, words, strict=True)]
     return torch.cat([reference(ids)[0, -TOKENS:].cpu() for ids in whole])
+
+
+def kernels(out: Path, engines: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of an engine with plugins: those that came with it, and those that its steps had to compile."""
+    if "auto" in engines:
+        carried, compiled = (len(list(folder.glob("kernels/*"))) for folder in (out / "auto" / "ops", Path(os.environ[CACHE])))
+        yield {"kernels_carried": carried, "kernels_compiled_while_serving": compiled, "good": not compiled}
+
+
+def written_by(engine: Any, texts: list[Any], words: list[list[int]]) -> Any:
+    """Logits [N, V] behind each prompt and each of its words but the last."""
+    import torch
+
+    return torch.cat([write(engine, prompt, text)[1] for prompt, text in zip(texts, words, strict=True)])
 
 
 def write(engine: Any, prompt: Any, words: list[int] | None = None) -> tuple[list[int], Any]:

@@ -239,7 +239,7 @@ def test_splits_fill_the_chip() -> None:
 
 
 @pytest.mark.parametrize(("room", "chunk", "batch", "heads", "least"), [
-    (1024, 512, 8, 128, None), (1024, 64, 1, 16, None), (4096, 512, 1, 128, None), (2048, 200, 2, 64, 300),
+    (1024, 512, 8, 128, None), (1024, 64, 1, 16, None), (4096, 512, 1, 128, None), (2048, 200, 2, 64, 300), (4096, 512, 128, 128, None),
 ])  # fmt: skip
 def test_the_engine_s_check_compiles_all_joining_kernels(room: int, chunk: int, batch: int, heads: int, least: int | None) -> None:
     """A server may have no compiler: whatever chunk it is given, the kernel that joins its parts was compiled with the engine."""
