@@ -41,7 +41,7 @@ ONE_LANE = "what a warp read is ordered by one lane's mbarrier.arrive after __sy
 UNFOLLOWED = {
     "racecheck": {
         "mla_decode": "two warpgroups take turns by bar.arrive and bar.sync, and one lane's mbarrier.arrive",
-        "mla_decode_fp8": ONE_LANE + "; rows' totals, by bar.sync of three warpgroups; queries' scales, by the same, are not reported",
+        "mla_decode_fp8": ONE_LANE + "; rows' totals too, by bar.sync of three warpgroups, but queries' scales not",
         "mla_prefill": ONE_LANE,
         "moe_product": ONE_LANE,
         "topk_router": "tied lanes write one place, which is noticed and written again",
