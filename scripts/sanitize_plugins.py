@@ -7,7 +7,8 @@ Needs a GPU and compute-sanitizer, which the CUDA toolkit has. For each plugin a
 tests/unit/test_plugins_NAME.py that need a GPU and capture no CUDA graph (the shared expert's second stream is not seen so); every
 tensor is an allocation of its own, so that a byte beyond it is seen. Only kernels of `plugins/` are watched, but by `initcheck`,
 which must see who writes. Exits with 1 unless all is clean. On an H200 (tools 2025.3 of CUDA 13.0, 2026-12-01, --jobs 8) all took
-a minute, at commit 74c9930, mla_decode again at fc22e09, when its kernel for FP8 came (there racecheck still looked at it):
+a minute, at commit 74c9930, mla_decode again at fc22e09, when its kernel for FP8 came: racecheck reported that one, for what stands
+in UNFOLLOWED, and memcheck found nothing. Since then it has two more __syncwarp, and was not run again.
 
     memcheck     every plugin: 0 errors
     synccheck    every plugin: 0 errors, in what it can follow (UNFOLLOWED)
@@ -36,7 +37,7 @@ TOOLS = "memcheck", "racecheck", "synccheck", "initcheck"
 KERNEL = re.compile(r"^extern \"C\" __global__ .*\n?(\w+)\(", re.MULTILINE)
 SUMMARY = re.compile(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
 TESTED = re.compile(r"^\d+ (?:passed|failed).* in [\d.]+s.*$", re.MULTILINE)
-SELECTION = "not (captured or replay or other_libraries)"
+SELECTION = "not (captured or replay or other_libraries or flash_mla)"
 ONE_LANE = "what a warp read is ordered by one lane's mbarrier.arrive after __syncwarp"
 UNFOLLOWED = {
     "racecheck": {

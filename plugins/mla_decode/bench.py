@@ -16,7 +16,7 @@ __all__ = ["rows"]
 
 HEADS, PAGE, SCALE = 128, 64, 192**-0.5
 FEW_HEADS = 16
-FP8 = "queries are rounded in the kernel, and a second one joins float32 parts; sgl's come in FP8 and its plan was made before"
+FP8 = "a pair of blocks is a CTA's least; queries are rounded in the kernel, and a second one joins float32 parts"
 FEW = "a pair of blocks is a CTA's least, and a second kernel joins float32 parts; plans made before, once a step, are not counted"
 MANY = "128 of 132 multiprocessors work: theirs cut sequences to fill all, by a plan made before, once a step, and not counted"
 QUARTER = "16 heads fill a quarter of a tile's rows; plans made before, once a step, are not counted"

@@ -33,7 +33,7 @@ mla_combine(const float4* __restrict__ part, const float* __restrict__ lse, uint
   const int group = threadIdx.x / COLUMNS, column = threadIdx.x % COLUMNS;
   Sums sums{none(), 0.f, {}};
 #pragma unroll 1
-  for (int first = group * AT_ONCE; first < splits; first += THREADS / COLUMNS * AT_ONCE) {
+  for (int first = group * AT_ONCE; first < splits; first += GROUPS * AT_ONCE) {
     float own[AT_ONCE], top = sums.top;
     float4 v[AT_ONCE];
 #pragma unroll

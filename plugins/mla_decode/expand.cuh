@@ -8,8 +8,7 @@ __device__ __forceinline__ u32 to_operands(u32 pair) { return operand_pair(withi
 
 // One thread: a block's rows, which follow each other in the cache, are brought into the L2.
 __device__ __forceinline__ void prefetch(const char* cache, int row) {
-  constexpr int BYTES = DIM * (FP8 ? 1 : 2);
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(cache + (size_t)row * BYTES), "r"(TOKENS * BYTES) : "memory");
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(cache + (size_t)row * DIM), "r"(TOKENS * DIM) : "memory");
 }
 
 // A thread's part of half a block's codes, of 64 threads': sixteen of lines `line` + 16 i of each tile.

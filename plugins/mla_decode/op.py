@@ -4,10 +4,10 @@
 
 q BF16 [B, T, A, 576] (absorbed: latent | rope), cache BF16 or E4M3 [pages, page, 576] (times kv_scale), table I32 [B, P], lengths
 I32 [B], each P * page at most (not asked of the device), T queries a sequence of which the last is at its last token -> out BF16
-[B, T, A, 512], lse F32 [B, T, A] (natural logarithm; -inf: no token). An FP8 cache is multiplied in FP8 (`fp8`): queries, with a
-scale for each head, and softmax weights are rounded to E4M3 as the cache is. `R1_PIPELINE_FP8_QUERIES=0` refuses that: then it is
-multiplied in FP16, which has all of its values, in twice the time. For a BF16 cache another library's kernel is taken where it is
-present and was measured to be faster (`tactics`).
+[B, T, A, 512], lse F32 [B, T, A] (natural logarithm; -inf: no token). An FP8 cache is multiplied in FP8 (`fp8`), queries and
+softmax weights rounded to E4M3 as the cache is, where the pieces that CTAs take are short, else in FP16, which has all of its
+values, in 1.1 to 1.9 times the time. `R1_PIPELINE_FP8_QUERIES=1` has all multiplied in FP8, 0 none. For a BF16 cache another
+library's kernel is taken where it is present and was measured to be faster (`tactics`).
 
 The kernels need sm_90 (they are wgmma and TMA through and through), D = 576, L = 512, pages of a multiple of 64 tokens, and a
 multiple of 64 heads or fewer than 64; other cases are computed page by page in plain torch. A sequence is split among CTAs so
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ DIM, LATENT, BLOCK = 576, 512, 64
 THREADS, SHARED = 384, 3 * 9 * 8192 + 1024 + 128 + 1024
 """Threads of a CTA; bytes of its queries, two blocks of keys, row sums and barriers, and their alignment."""
 START, JOIN, PART = 1.2, 0.5, 0.023
-"""What starting a piece of work, joining up to 32 parts of a row, and another 64 rows' part cost, in pairs of blocks (3 us)."""
+"""What starting a piece of work, joining up to 32 parts of a row, and another 64 rows' part cost, in pairs of blocks (of BF16 on an
+H200, 3 to 4 us; fitted to a sweep of splits at 18 shapes, FP8's too)."""
 JOINED_AT_ONCE, MOST_GROUPS = 8, 4
 """Parts of a row that a group of the joining kernel's threads reads at a time; groups."""
 
@@ -61,8 +63,15 @@ def _ours(
 ) -> tuple[Tensor, Tensor]:
     """The kernels' results."""
     out, lse = _outputs(q, latent)
-    launch(q, cache, table, lengths, out, lse, scale, kv_scale, exact=not tactics.rounds_queries())
+    launch(q, cache, table, lengths, out, lse, scale, kv_scale, exact=_exact(q, cache, table))
     return out, lse
+
+
+def _exact(q: Tensor, cache: Tensor, table: Tensor) -> bool:
+    """Whether an FP8 cache is multiplied in FP16: as the user says, or where pieces are long."""
+    asked = os.environ.get("R1_PIPELINE_FP8_QUERIES")
+    splits, pairs = _splits(q, cache, table)
+    return asked == "0" or (asked != "1" and -(-pairs // splits) > fp8.MOST_PAIRS)
 
 
 def launch(
@@ -82,10 +91,9 @@ def launch(
 
     `overlap`: let the first start while the kernel before it on the stream still runs. `exact`: no FP8 but the cache's.
     """
-    (batch, tokens, heads, _), page = q.shape, cache.shape[1]
+    batch, tokens, heads, _ = q.shape
     tiles, rows = tokens * max(1, heads // BLOCK), batch * tokens * heads
-    if splits is None:
-        splits = best_splits(tiles * batch, -(-table.shape[1] * page // (2 * BLOCK)), processors(q.device), min(heads, BLOCK))
+    splits = splits or _splits(q, cache, table)[0]
     part, part_lse = (out, lse) if splits == 1 else _parts(q.device, rows, splits)
     scales = float(scale * kv_scale / math.log(2)), float(kv_scale)
     with torch.cuda.device(q.device):
@@ -104,6 +112,12 @@ def _kernel(q: Tensor, cache: Tensor) -> fp8.Kernel:
     module = SOURCE.module(HEADS=q.shape[2], PAGE=cache.shape[1], FP8=int(cache.dtype == FP8))
     maps = tensor_map(q.view(-1, DIM), BLOCK), tensor_map(cache.view(-1, DIM), BLOCK)
     return fp8.Kernel(module, "mla_decode", THREADS, SHARED, (*maps, cache))
+
+
+def _splits(q: Tensor, cache: Tensor, table: Tensor) -> tuple[int, int]:
+    """Of a sequence as long as its table is wide, and the pairs of blocks it has."""
+    (batch, tokens, heads, _), pairs = q.shape, -(-table.shape[1] * cache.shape[1] // (2 * BLOCK))
+    return best_splits(batch * tokens * max(1, heads // BLOCK), pairs, processors(q.device), min(heads, BLOCK)), pairs
 
 
 @functools.cache

@@ -12,8 +12,12 @@
 //
 // Shared memory is what limits: of two blocks 72 KB are written, 108 read for scores, 64 to be turned over and 64 of weights (once for
 // each 64 latents), 2,500 clocks at 128 bytes, where the products are 2,200; a pair takes 3,700 on an H200. Scores of two blocks in
-// one instruction read the queries half as often as of one (80 -> 75 us at 64 sequences of 4,096). The next scores under this softmax,
-// in other registers of the same warpgroup, gained nothing: its instructions wait their turn before the softmax's.
+// one instruction read the queries half as often as of one (80 -> 75 us at 64 sequences of 4,096, one after the other; 81 in a whole
+// benchmark, hotter). The next scores under this softmax, in other registers of the same warpgroup, gained nothing: its instructions
+// wait their turn before the softmax's.
+//
+// Sums of FP8 products keep about 14 bits of the largest (DeepSeek-V3's report, 3.3.2), those of values for a whole piece of work: a
+// long piece loses small addends. `fp8.MOST_PAIRS` bounds the pieces that the op takes this kernel for by itself.
 //
 // The cache's rows beyond a sequence may hold anything: masked scores are lowest, and rows are zeroed before they are weighed.
 // Compiled by NVRTC for sm_90a: HEADS (a multiple of 64, or fewer than 64), PAGE (a multiple of 64).
@@ -27,8 +31,8 @@ constexpr int ROPE = 4 * TILE, BLOCK = ROPE + 64 * 64;  // bytes: four tiles of 
 constexpr int STAGES = 4, SLOTS = 2;                    // blocks of keys, of which two lie tile by tile; weights of two blocks
 constexpr int SCORERS = 128, CONSUMERS = 3 * 128, THREADS = CONSUMERS + 128;
 constexpr int SCORER_REGISTERS = 104, ADDER_REGISTERS = 192, PRODUCER_REGISTERS = 24;
-constexpr u32 LEAST_POWER = 32;  // of BF16's exponents, so that the scale and its inverse are numbers
-constexpr float RAISED = 8.f, MOST = 0.75f;  // weights are 2^8.75 at most, of 448 that E4M3 has, and none below 2^-18 of the largest
+constexpr u32 LEAST_POWER = 64;  // of BF16's exponents: NONE times the scale of a row of zeros must stay far below any score
+constexpr float RAISED = 8.f, MOST = 0.75f;  // weights are 2^8.75 at most, of 448 that E4M3 has; the least code is 2^-17 of the largest
 
 static_assert(SCORER_REGISTERS + 2 * ADDER_REGISTERS + PRODUCER_REGISTERS <= 512, "more registers than the CTA has would never come");
 
@@ -41,6 +45,8 @@ struct Shared {
   u32 larger[SLOTS][4];  // whether a warp of scorers has a factor other than 1
   u64 full[STAGES], empty[STAGES], weighed[SLOTS], added[SLOTS];
 };
+
+static_assert(sizeof(Shared) <= (1 + STAGES) * 64 * DIM + SLOTS * TILE + 2048, "fp8.py gives so much, and what alignment takes");
 
 // The place in a ring of N, and the parity of its turn.
 template <int N>

@@ -25,10 +25,9 @@
 #include "../wgmma.cuh"
 #include "../softmax.cuh"
 #include "work.cuh"
-
-constexpr int TILES = DIM / 64, ROPE_TILE = TILES - 1, BLOCK = TILES * TILE, CONSUMERS = 256, THREADS = CONSUMERS + 128;
 #include "expand.cuh"
 
+constexpr int TILES = DIM / 64, ROPE_TILE = TILES - 1, BLOCK = TILES * TILE, CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr int CONSUMER_REGISTERS = FP8 ? 200 : 240, PRODUCER_REGISTERS = FP8 ? 104 : 24;  // of the 3 * 168 that CTAs begin with
 
 static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168, "more registers than the CTA has would never come");

@@ -1,15 +1,14 @@
 """Which implementation of the decoding attention is fastest where (`tactics.json`; see `plugins.tactics`), and those of others.
 
-"flash_mla": DeepSeek's FlashMLA, where it can be imported, for BF16 caches in pages of 64. For FP8 caches ours is always taken:
-sgl-kernel's, which multiplies in FP8 as well, makes its plan in each call of an op, was slower at all sizes then, and ends the
-process at 4,096 sequences. flashinfer's needs a plan made on the host for every batch: an op cannot take it.
+"flash_mla": DeepSeek's FlashMLA, where it can be imported, for BF16 caches in pages of 64. FP8 caches are ours alone: sgl-kernel's
+kernel, which multiplies in FP8 as well, makes its plan in each call of an op, and ends the process at 4,096 sequences (it was
+among these until commit fc22e09). flashinfer's needs a plan made on the host for every batch: an op cannot take it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from plugins.nvrtc import Source, aligned
 from plugins.tactics import OURS, Table, importable, ours_alone
 
-__all__ = ["COMBINE", "TABLE", "THEIRS", "flash_mla", "present", "rounds_queries"]
+__all__ = ["COMBINE", "TABLE", "THEIRS", "flash_mla", "present"]
 
 SIZES = "heads", "batch", "length"
 TABLE = Table(Path(__file__).with_name("tactics.json"), "mla_decode", ("device", "cache"), SIZES, ("flash_mla",))
@@ -31,11 +30,6 @@ PAGE = 64
 def present() -> tuple[str, ...]:
     """Implementations that can be used in this process for a BF16 cache in pages of 64."""
     return (OURS, "flash_mla") if not ours_alone() and _plans_by_itself() else (OURS,)
-
-
-def rounds_queries() -> bool:
-    """Whether an FP8 cache may be multiplied in FP8, with all that it is multiplied with."""
-    return os.environ.get("R1_PIPELINE_FP8_QUERIES") != "0"
 
 
 def _plans_by_itself() -> bool:

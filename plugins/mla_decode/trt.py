@@ -1,6 +1,7 @@
 """Latent attention of decoding in TensorRT, over its own cache [B, 1, M, D], launched from the host.
 
-Of heads of 576 TensorRT has no fused kernel. The cache is read as pages of 64 rows one after the other.
+Of heads of 576 TensorRT has no fused kernel. The cache is read as pages of 64 rows one after the other. `mla_decode_fp8`
+rounds what the op rounds.
 """
 
 from __future__ import annotations

@@ -142,8 +142,10 @@ def _made(make: Callable[..., Call], *given: Any) -> Call:
 
 
 def _routes(tokens: int) -> tuple[Tensor, Tensor]:
-    """Different experts for each token, and weights."""
-    indices = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K, dim=-1).indices.int()
+    """Different experts for each token, one of the first token's here on every rank, and weights."""
+    order = torch.rand(tokens, EXPERTS, device="cuda")
+    order[0, 0] = 2
+    indices = order.topk(TOP_K, dim=-1).indices.int()
     return indices, torch.rand(tokens, TOP_K, device="cuda") / TOP_K
 
 
@@ -169,12 +171,12 @@ def _whole(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: Te
         launch.experts(x, indices, weights, gate_up, down, other, products=tactics.DEEP_GEMM)
         return other
 
-    used = len(local.unique()) / experts
+    used = _used(local, experts)
     return bench.row(
         "moe_w4a16_nvfp4" if nvfp4 else "moe_fp8_block",
         {"experts": experts, "tokens": tokens, "dtype": "nvfp4" if nvfp4 else "fp8"},
         lambda overlap: launch.experts(x, indices, weights, gate_up, down, out, 0, overlap),
-        error=lambda: relative(out[:FEW], wanted) if wanted.any() else 0.0,
+        error=lambda: relative(out[:FEW], wanted),
         eager=lambda: _eager(x, indices, weights, *wide),
         compiled=lambda: compiled(_eager)(x, indices, weights, *wide),
         peers={} if nvfp4 else {"deep_gemm": deep_gemm},
@@ -185,6 +187,11 @@ def _whole(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: Te
         calls=CALLS,
         why=LOSES[nvfp4],
     )
+
+
+def _used(local: Tensor, experts: int) -> float:
+    """Share of a rank's experts that some token visits."""
+    return len(local.unique()) / experts
 
 
 def _shared(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: Tensor) -> dict[str, Any]:
@@ -208,7 +215,7 @@ def _shared(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: T
     def serial() -> Tensor:
         return routed() + alone()
 
-    wanted = serial().clone()
+    wanted, local = serial().clone(), indices[indices < len(gate_up[0])]
     row = bench.row(
         "moe_with_shared",
         {"experts": len(gate_up[0]), "tokens": tokens, "dtype": "fp8"},
@@ -218,7 +225,8 @@ def _shared(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: T
         peers={},
         right=lambda _: True,
         moved=3 * x.numel() * 2,
-        read=_size(gate_up) + _size(down) + (first.numel() + second.numel()) * 2,
+        read=int(_used(local, len(gate_up[0])) * (_size(gate_up) + _size(down))) + (first.numel() + second.numel()) * 2,
+        flops=2 * (len(local) // 2 + tokens) * 3 * HIDDEN * WIDTH,
         calls=CALLS,
         overlaps=False,
     )

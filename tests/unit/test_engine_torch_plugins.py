@@ -274,7 +274,8 @@ def test_the_key_has_the_plugins_code_where_they_may_be_taken() -> None:
     cuda = ["engine.torch.device=cuda", "engine.torch.dtype=bfloat16"]
     assert set(PLUGINS) == set(choose.RULES)
     needed = set(sources(PLUGINS))
-    assert {"plugins/mla_decode/sm90_kernel.cu", "plugins/nvrtc.py", "pipeline/core/errors.py"} <= needed
+    decoding = {f"plugins/mla_decode/{name}" for name in ("sm90_kernel.cu", "expand.cuh", "fp8.py", "sm90_fp8.cu", "combine.cu")}
+    assert decoding | {"plugins/nvrtc.py", "pipeline/core/errors.py"} <= needed
     assert "plugins/gemm_tactics/tactics.json" in needed
     assert {name for name in needed if name.startswith("plugins/")} <= code(*cuda)
     assert "plugins/mla_decode/sm90_kernel.cu" not in code() | code(*cuda, "engine.torch.plugins=off")

@@ -43,9 +43,11 @@ def case(device: str, lengths: list[int], heads: int, page: int = 64, queries: i
 
 def coded(inputs: list[torch.Tensor], codes: bool | None = None) -> bool:
     """Whether these are multiplied in FP8."""
-    q, cache = inputs[:2]
-    fits = op.has_kernel(q, cache, op.LATENT) if q.is_cuda else False
-    return (cache.dtype == torch.float8_e4m3fn and fits) if codes is None else codes
+    q, cache, table, _ = inputs
+    if codes is None:
+        codes = q.is_cuda and cache.dtype == torch.float8_e4m3fn and op.has_kernel(q, cache, op.LATENT)
+        codes = codes and not op._exact(q, cache, table)
+    return codes
 
 
 def check(
@@ -55,7 +57,7 @@ def check(
     codes = coded(inputs, codes)
     if codes:
         q = inputs[0].double()
-        scales = 2 ** (q.abs().amax(-1, keepdim=True).clamp(min=2.0**-90).log2().floor() - 7)
+        scales = 2 ** (q.abs().amax(-1, keepdim=True).clamp(min=2.0**-63).log2().floor() - 7)
         inputs = [(q / scales).float().to(torch.float8_e4m3fn).double() * scales, *inputs[1:]]
     wanted, lse = reference.mla_decode(*inputs, SCALE, op.LATENT, kv_scale)
     assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
@@ -77,20 +79,19 @@ def magnitudes(q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, length
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("fp8", "kv_scale", "refused"), [(False, 1.0, ""), (False, 0.5, ""), (True, 0.5, "0"), (True, 0.5, "")])
-def test_op_vs_reference(fp8: bool, kv_scale: float, refused: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("R1_PIPELINE_FP8_QUERIES", refused)
-    monkeypatch.setenv("R1_PIPELINE_KERNELS", "ours")
-    tactics.present.cache_clear()
+@pytest.mark.parametrize(("fp8", "kv_scale", "asked"), [
+    (False, 1.0, ""), (False, 0.5, ""), (True, 0.5, "0"), (True, 0.5, "1"), (True, 0.5, ""),
+])  # fmt: skip
+def test_op_vs_reference(fp8: bool, kv_scale: float, asked: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R1_PIPELINE_FP8_QUERIES", asked)
     cases: list[tuple[list[int], int, int, int]] = [([1, 0, 130], 4, 64, 1), ([67], 2, 16, 1), ([5, 200], 4, 64, 3)]
     if device == "cuda":
         long = [1, 63, 64, 65, 128, 129, 1000, 4096, 0, 777]
         cases += [(long, 128, 64, 1), (long, 16, 64, 1), (long, 64, 128, 1), (long[:7], 128, 64, 2), ([4096] * 70, 128, 64, 1)]
+        cases += [([0, 1, 65] * 70, 128, 64, 1)]  # one CTA has pieces with tokens and without
     for lengths, heads, page, queries in cases:
         inputs = case(device, lengths, heads, page, queries, fp8)
-        codes = False if refused else None
-        check(torch.ops.r1_pipeline.mla_decode(*inputs, SCALE, op.LATENT, kv_scale), inputs, kv_scale, codes)
-    tactics.present.cache_clear()
+        check(torch.ops.r1_pipeline.mla_decode(*inputs, SCALE, op.LATENT, kv_scale), inputs, kv_scale)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -134,6 +135,7 @@ def test_any_split_gives_the_same(splits: int, kind: str) -> None:
 @pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
 def test_flash_mla_in_the_op_vs_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     load_peers()
+    tactics.present.cache_clear()
     name = "flash_mla"
     if name not in tactics.present():
         pytest.skip(f"{name}: {WHERE}")
@@ -178,7 +180,10 @@ def test_scores_that_grow_and_fall_vs_reference(kind: str) -> None:
 
 @pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
 def test_many_small_weights_beside_a_large_one_are_not_lost() -> None:
-    """A sink takes half of the attention, 4,000 other tokens the rest: 2^-12 of it each, which E4M3 has if weights are raised."""
+    """A sink takes half of the attention, 4,000 other tokens the rest: 2^-12 of it each, which E4M3 has if weights are raised.
+
+    A thousand of them share a piece with the sink.
+    """
     q, cache, table, lengths = case("cuda", [4001], 128)
     q[..., op.LATENT :], cache[..., op.LATENT :] = 0, 0  # the rope alone decides
     q[..., op.LATENT], cache[..., op.LATENT] = 1, 0
@@ -187,9 +192,31 @@ def test_many_small_weights_beside_a_large_one_are_not_lost() -> None:
     q[..., : op.LATENT] = 0
     inputs = [q, cache.to(torch.float8_e4m3fn), table, lengths]
     out, lse = op._outputs(q, op.LATENT)
-    op.launch(*inputs, out, lse, SCALE)
+    op.launch(*inputs, out.fill_(torch.nan), lse, SCALE, splits=4)
     wanted, _ = reference.mla_decode(*inputs, SCALE, op.LATENT)
     assert (out.double() - wanted).norm() < 0.05 * wanted.norm()
+
+
+@pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
+@pytest.mark.parametrize("splits", [1, 3])
+def test_queries_of_nothing_see_all_tokens_alike(splits: int) -> None:
+    q, cache, table, lengths = case("cuda", [1, 65, 300], 64, fp8=True)
+    q[:, :, 3], q[:, :, 5] = 0, 1e-30
+    out, lse = op._outputs(q, op.LATENT)
+    op.launch(q, cache, table, lengths, out.fill_(torch.nan), lse, SCALE, splits=splits)
+    check((out, lse), [q, cache, table, lengths], codes=True)
+
+
+@pytest.mark.parametrize(("asked", "batch", "pages", "exact"), [
+    ("", 1, 64, False), ("", 64, 64, True), ("", 64, 16, False), ("1", 64, 64, False), ("0", 1, 1, True),
+])  # fmt: skip
+def test_long_pieces_are_not_multiplied_in_fp8_unasked(
+    asked: str, batch: int, pages: int, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("R1_PIPELINE_FP8_QUERIES", asked)
+    monkeypatch.setattr(op, "processors", lambda _: 132)
+    q, cache = torch.empty(batch, 1, 128, op.DIM, device="meta"), torch.empty(1, 64, op.DIM, device="meta")
+    assert op._exact(q, cache, torch.empty(batch, pages, device="meta")) == exact
 
 
 COMBINING = {
@@ -200,18 +227,18 @@ COMBINING = {
 
 @pytest.fixture(scope="module")
 def combining(tmp_path_factory: pytest.TempPathFactory) -> list[CudaOnCpu]:
-    source, forms = Path(op.__file__).with_name("combine.cu"), [{"AT_ONCE": 2, "GROUPS": groups} for groups in (1, 2)]
+    source, forms = Path(op.__file__).with_name("combine.cu"), ({"AT_ONCE": 2, "GROUPS": 1}, {"AT_ONCE": 8, "GROUPS": 4})
     return [CudaOnCpu(source, COMBINING, form, tmp_path_factory.mktemp("combine")) for form in forms]
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_combining_kernel_vs_reference(combining: list[CudaOnCpu], groups: int) -> None:
+@pytest.mark.parametrize(("form", "splits"), [(0, 3), (1, 3), (1, 17), (1, 40)])
+def test_combining_kernel_vs_reference(combining: list[CudaOnCpu], form: int, splits: int) -> None:
     rng = np.random.default_rng(0)
-    part, lse = rng.normal(size=(6, 3, op.LATENT)).astype(np.float32), rng.normal(0, 4, (6, 3)).astype(np.float32)
+    part, lse = rng.normal(size=(6, splits, op.LATENT)).astype(np.float32), rng.normal(0, 4, (6, splits)).astype(np.float32)
     lse[1, 2] = lse[2] = lse[3, 0] = -np.inf
     part[1, 2] = part[2] = part[5, 1] = lse[5, 1] = np.nan
     out, total = np.full((6, op.LATENT), 0x7FFF, np.uint16), np.zeros(6, np.float32)
-    combining[groups - 1].launch("mla_combine", (6, 1, 1), groups * op.LATENT // 4, part, lse, out, total, 3)
+    combining[form].launch("mla_combine", (6, 1, 1), (1, 4)[form] * op.LATENT // 4, part, lse, out, total, splits)
     found, some = torch.from_numpy(out).view(torch.bfloat16).double().numpy(), [0, 1, 3, 4]
     weights = np.exp(lse[some].astype(np.float64))
     wanted = (np.nan_to_num(part[some]) * weights[..., None]).sum(1) / weights.sum(1)[:, None]
@@ -230,6 +257,11 @@ def test_rows_that_see_no_token_are_cleared(combining: list[CudaOnCpu]) -> None:
     assert (lse[none] == -np.inf).all() and (lse[~none] == np.inf).all()
 
 
+def test_parts_are_joined_by_as_many_threads_as_they_need() -> None:
+    forms = {splits: (*op.joining(splits)[0].values(), op.joining(splits)[1]) for splits in (2, 3, 8, 9, 17, 132)}
+    assert forms == {2: (2, 1, 128), 3: (4, 1, 128), 8: (8, 1, 128), 9: (8, 2, 256), 17: (8, 4, 512), 132: (8, 4, 512)}
+
+
 def test_splits_fill_the_chip() -> None:
     assert op.best_splits(2, 32, 132) >= 16  # one sequence of 4,096 tokens
     assert op.best_splits(128, 32, 132) == 1  # 64 of them are a wave
@@ -239,7 +271,8 @@ def test_splits_fill_the_chip() -> None:
 
 
 @pytest.mark.parametrize(("room", "chunk", "batch", "heads", "least"), [
-    (1024, 512, 8, 128, None), (1024, 64, 1, 16, None), (4096, 512, 1, 128, None), (2048, 200, 2, 64, 300), (4096, 512, 128, 128, None),
+    (1024, 512, 8, 128, None), (1024, 64, 1, 16, None), (4096, 512, 1, 128, None), (2048, 200, 2, 64, 300),
+    (4096, 512, 128, 128, None),
 ])  # fmt: skip
 def test_the_engine_s_check_compiles_all_joining_kernels(room: int, chunk: int, batch: int, heads: int, least: int | None) -> None:
     """A server may have no compiler: whatever chunk it is given, the kernel that joins its parts was compiled with the engine."""
