@@ -2,6 +2,7 @@
 """One decoder layer of DeepSeek-R1 at its real size, decoding: what each optimisation is worth, added one by one and left out.
 
     python scripts/bench_layer.py [--quick] [--json FILE]
+    python scripts/bench_layer.py --readme FILE             # write this result's ladder into README.md
 
 `scripts/_layer.py` is the layer: latent attention (128 heads, absorbed, paged cache), 256 routed experts, 8 a token, and the shared
 one, random weights in R1's FP8 with 128x128 scales, all on one GPU. The first line is plain torch, eager, on weights dequantised
@@ -19,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +33,11 @@ from torch import Tensor  # noqa: E402
 from plugins.timing import clocked, graph_seconds, machine, one_stream, replayed  # noqa: E402
 from scripts._layer import FASTEST, R1, STEPS, Layer, State, deviation  # noqa: E402
 from scripts._options import result_file  # noqa: E402
+from scripts._readme import placed  # noqa: E402
 
 BATCHES, QUICK_BATCHES, LENGTH = (1, 8, 32, 128), (1, 32), 4096
 LINE = "{batch:4d} {kind:7s} {step:16s} {us:9.1f} us  gain {gain:5.2f}  error {error:.1e}, rerouted {rerouted:.1%}"
+PLACE = "layer's ladder"
 WEIGHTS = "random FP8, 128x128 scales; plain lines: the same, dequantised to BF16 before"
 
 
@@ -43,10 +46,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="batches 1 and 32")
     parser.add_argument("--json", type=result_file, help="write the rows and the machine here")
+    parser.add_argument("--readme", type=Path, help="write this result's ladder into README.md")
     options = parser.parse_args()
+    if options.readme:
+        rows, readme = json.loads(options.readme.read_text(encoding="utf-8"))["rows"], ROOT / "README.md"
+        readme.write_text(placed(readme.read_text(encoding="utf-8"), PLACE, table(rows)), encoding="utf-8")
+        return 0
     if not torch.cuda.is_available():
         sys.exit("No GPU that torch can use: this benchmark needs one.")
-    rows: list[dict[str, Any]] = []
+    rows = []
     with one_stream():
         for row in measured(Layer(R1, torch.device("cuda")), QUICK_BATCHES if options.quick else BATCHES):
             rows.append(row)
@@ -55,6 +63,23 @@ def main() -> int:
                 result = {"rows": rows, "context": LENGTH, "weights": WEIGHTS, "steps": STEPS, **machine()}
                 options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Microseconds after each step, and what it gains there; the last line: all steps, launched one by one."""
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    lines = [f"| step | {' | '.join(f'batch {batch}' for batch in batches)} |", "|---" * (len(batches) + 1) + "|"]
+    for step in ("eager", *STEPS):
+        found = [row for row in rows if (row["kind"], row["step"]) == ("ladder", step)]
+        name = step if step == "eager" else f"+ {step}"
+        lines.append(f"| {name} | {' | '.join(_cell(row) for row in found)} |")
+    plain = [f"{row['us']:,.0f}" for row in rows if (row["kind"], row["step"]) == ("without", "graph")]
+    return "\n".join([*lines, f"| all, no graph | {' | '.join(plain)} |"])
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    """688 (5.29 x)"""
+    return f"{row['us']:,.0f}" + (f" ({row['gain']:.2f} x)" if row["step"] != "eager" else "")
 
 
 def measured(layer: Layer, batches: Sequence[int]) -> Iterator[dict[str, Any]]:

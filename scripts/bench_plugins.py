@@ -18,7 +18,6 @@ import argparse
 import hashlib
 import importlib
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ import torch  # noqa: E402
 from plugins.bench import Bench  # noqa: E402
 from plugins.timing import machine, one_stream  # noqa: E402
 from scripts._options import result_file  # noqa: E402
+from scripts._readme import placed  # noqa: E402
 
 Row = dict[str, Any]
 SIZES = "heads", "experts", "batch", "rows", "tokens", "context", "length"
@@ -61,7 +61,6 @@ LAST = "moe_grouped_gemm", "fp4_allgather"
 """Those that use other streams, or whose peers may: that slows down all that is measured after them (`timing.one_stream`)."""
 IMPORTED = "deep_gemm", "flash_mla", "flashinfer", "trtllm_kernel"
 """Peers that are packages."""
-BETWEEN = re.compile(r"(<!-- plugins' table: [^\n]*-->\n).*?(<!-- end of plugins' table -->)", re.DOTALL)
 
 
 def main() -> int:
@@ -176,9 +175,7 @@ def tabled(rows: list[Row], readme: Path | None) -> int:
 
 def inserted(text: str, rows: list[Row]) -> str:
     """The text with the tables between its two comments."""
-    if not BETWEEN.search(text):
-        sys.exit("README.md has no place for the table: two comments, as `BETWEEN` in scripts/bench_plugins.py finds them.")
-    return BETWEEN.sub(lambda found: f"{found[1]}{tables(rows)}\n{found[2]}", text)
+    return placed(text, "plugins' table", tables(rows))
 
 
 def tables(rows: list[Row]) -> str:

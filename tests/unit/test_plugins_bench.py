@@ -15,7 +15,8 @@ import pytest
 pytest.importorskip("torch", reason="plugins are torch ops")
 
 from plugins.bench import Bench, _losses, micros
-from scripts import bench_plugins
+from scripts import bench_layer, bench_plugins
+from scripts._readme import placed
 
 ROOT = Path(__file__).resolve().parents[2]
 (RESULT,) = (ROOT / "benchmarks").glob("plugins_h200_*.json")
@@ -152,7 +153,7 @@ def test_the_tables_go_between_the_two_comments() -> None:
     found = bench_plugins.inserted(text, ROWS)
     assert found == bench_plugins.inserted(found, ROWS)
     assert found.startswith("a\n<!-- plugins' table: x -->\n| kernel") and found.endswith("|\n<!-- end of plugins' table -->\nb\n")
-    with pytest.raises(SystemExit, match="no place for the table"):
+    with pytest.raises(SystemExit, match="no place for plugins' table"):
         bench_plugins.inserted("a", ROWS)
 
 
@@ -160,6 +161,14 @@ def test_readme_has_the_tables_of_the_result() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     stale = f"write it anew: python scripts/bench_plugins.py --readme {RESULT.relative_to(ROOT)}"
     assert bench_plugins.inserted(text, ROWS) == text, stale
+
+
+def test_readme_has_the_ladder_of_the_layer_s_result() -> None:
+    (result,) = (ROOT / "benchmarks").glob("layer_h200_*.json")
+    text, rows = (ROOT / "README.md").read_text(encoding="utf-8"), json.loads(result.read_text(encoding="utf-8"))["rows"]
+    stale = f"write it anew: python scripts/bench_layer.py --readme {result.relative_to(ROOT)}"
+    assert placed(text, bench_layer.PLACE, bench_layer.table(rows)) == text, stale
+    assert bench_layer.table(rows).count("\n") == len(bench_layer.STEPS) + 3
 
 
 def test_a_result_names_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
