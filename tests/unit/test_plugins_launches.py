@@ -61,6 +61,8 @@ class Launches:
         """Of all modules, launched or not."""
         self.boxes: list[tuple[int, int]] = []
         """Columns and rows of what TMA takes at a time."""
+        self.swizzles: list[int] = []
+        """Of each, as CUtensorMapSwizzle: 0 none, 2 of 64 bytes, 3 of 128."""
         self.current: list[Any] = []
         self.at_once = 7
         """Clusters of sixteen CTAs that fit on the GPU."""
@@ -84,6 +86,7 @@ class Launches:
     def encode(self, *values: Any) -> int:
         """`cuTensorMapEncodeTiled`"""
         self.boxes.append(tuple(values[6]))
+        self.swizzles.append(values[9])
         return 0
 
     def launch(self, text: bytes, name: str, grid: Any, threads: int, *args: Any, overlap: bool = False, shared: int = 0) -> None:
@@ -229,6 +232,8 @@ def test_mla_decode(
     on_gpu(mla_decode.mla_decode)(t(batch, queries, heads, 576), *pages, 0.1, 512, 0.5 if cache == FP8 else 1.0)
     name = "mla_decode_fp8" if cache == FP8 else "mla_decode"
     assert launches.names[0] == name and set(launches.names) <= {name, "mla_combine"}
+    maps = list(zip(launches.boxes, launches.swizzles, strict=True))
+    assert maps == ([((128, 64), 3), ((64, 64), 2)] if cache == FP8 else [((64, 64), 3)] * 2)
     monkeypatch.setenv("R1_PIPELINE_FP8_QUERIES", "0")
     on_gpu(mla_decode.mla_decode)(t(batch, queries, heads, 576), *pages, 0.1, 512, 0.5 if cache == FP8 else 1.0)
     assert launches.names.count("mla_decode") == (1 if cache == FP8 else 2)
