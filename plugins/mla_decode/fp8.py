@@ -3,9 +3,9 @@
 The kernel takes the shapes that `op.has_kernel` says. A query of a head has a power of two of its own, weights are times
 2^8 when they are rounded: those below 2^-18 of the largest are lost (see `sm90_fp8.cu`). `op` has the other way, codes in FP16.
 
-Hopper's FP8 products are added up in about 14 bits, rounded towards zero (DeepSeek-V3's report, section 3.3.2). Of values of one
-sign, a sum over a CTA's piece of a sequence falls short: in a model of the adder, not measured yet, by 0.5 % of 512 tokens, 1.4 of
-1,024, 7 of 4,096, 25 of 16,384. Pieces of more than `MOST_PAIRS` are multiplied in FP16 unless the user asks otherwise.
+Hopper's FP8 products are added up in about 14 bits, rounded towards zero. Of values of one sign, a sum over a CTA's piece of a
+sequence falls short: in `scripts/model_fp8_adder.py`, not measured yet, by 0.5 % of 512 tokens, 1.4 of 1,024, 7 of 4,096, 25 of
+16,384. Pieces of more than `MOST_PAIRS` are multiplied in FP16 unless the user asks otherwise.
 """
 
 from __future__ import annotations

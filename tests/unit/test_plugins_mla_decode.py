@@ -15,9 +15,10 @@ from tests._utils.cuda_on_cpu import CudaOnCpu
 torch = pytest.importorskip("torch", reason="the op is torch's")
 
 from pipeline.engines.torch import selfcheck  # noqa: E402
-from plugins.mla_decode import op, reference, tactics  # noqa: E402
+from plugins.mla_decode import fp8, op, reference, tactics  # noqa: E402
 from plugins.mla_prefill import crossover  # noqa: E402
 from plugins.router_gemm import op as router_gemm  # noqa: E402
+from scripts import model_fp8_adder  # noqa: E402
 from tests._utils.peers import WHERE, load_peers, poison  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -205,6 +206,13 @@ def test_queries_of_nothing_see_all_tokens_alike(splits: int) -> None:
     out, lse = op._outputs(q, op.LATENT)
     op.launch(q, cache, table, lengths, out.fill_(torch.nan), lse, SCALE, splits=splits)
     check((out, lse), [q, cache, table, lengths], codes=True)
+
+
+def test_a_piece_in_fp8_may_fall_short_by_less_than_its_roundings() -> None:
+    """In a model of the adder; of 4,096 tokens it would be by more than a weight's own rounding."""
+    longest = 2 * op.BLOCK * fp8.MOST_PAIRS
+    assert longest == 1024 and 0.01 < model_fp8_adder.shortfall(longest) < 2**-6
+    assert model_fp8_adder.shortfall(4 * longest) > 2**-4
 
 
 @pytest.mark.parametrize(("asked", "batch", "pages", "exact"), [
