@@ -17,7 +17,7 @@
 // wait their turn before the softmax's.
 //
 // Sums of FP8 products keep about 14 bits of the largest (DeepSeek-V3's report, 3.3.2), those of values for a whole piece of work: a
-// long piece loses small addends. `fp8.MOST_PAIRS` bounds the pieces that the op takes this kernel for by itself.
+// long piece loses small addends. `fp8.MOST_PAIRS` bounds the pieces that the op makes by itself.
 //
 // The cache's rows beyond a sequence may hold anything: masked scores are lowest, and rows are zeroed before they are weighed.
 // Compiled by NVRTC for sm_90a: HEADS (a multiple of 64, or fewer than 64), PAGE (a multiple of 64).

@@ -47,7 +47,7 @@ def coded(inputs: list[torch.Tensor], codes: bool | None = None) -> bool:
     q, cache, table, _ = inputs
     if codes is None:
         codes = q.is_cuda and cache.dtype == torch.float8_e4m3fn and op.has_kernel(q, cache, op.LATENT)
-        codes = codes and not op._exact(q, cache, table)
+        codes = codes and not op._way(q, cache, table)[1]
     return codes
 
 
@@ -215,16 +215,20 @@ def test_a_piece_in_fp8_may_fall_short_by_less_than_its_roundings() -> None:
     assert model_fp8_adder.shortfall(4 * longest) > 2**-4
 
 
-@pytest.mark.parametrize(("asked", "batch", "pages", "exact"), [
-    ("", 1, 64, False), ("", 64, 64, True), ("", 64, 16, False), ("1", 64, 64, False), ("0", 1, 1, True),
+@pytest.mark.parametrize(("asked", "batch", "pages", "way"), [
+    ("", 1, 64, (32, False)), ("", 64, 64, (4, False)), ("", 64, 16, (1, False)), ("", 1024, 64, (1, True)),
+    ("", 1024, 16, (1, False)), ("1", 64, 64, (1, False)), ("0", 64, 64, (1, True)),
 ])  # fmt: skip
-def test_long_pieces_are_not_multiplied_in_fp8_unasked(
-    asked: str, batch: int, pages: int, exact: bool, monkeypatch: pytest.MonkeyPatch
+def test_no_long_pieces_are_multiplied_in_fp8_unasked(
+    asked: str, batch: int, pages: int, way: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("R1_PIPELINE_FP8_QUERIES", asked)
     monkeypatch.setattr(op, "processors", lambda _: 132)
-    q, cache = torch.empty(batch, 1, 128, op.DIM, device="meta"), torch.empty(1, 64, op.DIM, device="meta")
-    assert op._exact(q, cache, torch.empty(batch, pages, device="meta")) == exact
+    q, table = torch.empty(batch, 1, 128, op.DIM, device="meta"), torch.empty(batch, pages, device="meta")
+    cache = torch.empty(1, 64, op.DIM, device="meta", dtype=torch.float8_e4m3fn)
+    assert op._way(q, cache, table) == way
+    splits, _ = op._way(q, cache.bfloat16(), table)
+    assert splits == op.best_splits(2 * batch, pages // 2, 132)
 
 
 COMBINING = {
