@@ -70,11 +70,12 @@ def _ours(
     return out, lse
 
 
-def _way(q: Tensor, cache: Tensor, table: Tensor) -> tuple[int, bool]:
+def _way(q: Tensor, cache: Tensor, table: Tensor) -> tuple[int | None, bool]:
     """Splits, and whether an FP8 cache is multiplied in FP16: as the user says, or where short pieces would be too many."""
-    asked, (splits, pairs) = os.environ.get("R1_PIPELINE_FP8_QUERIES"), _splits(q, cache, table)
+    asked = os.environ.get("R1_PIPELINE_FP8_QUERIES")
     if cache.dtype != FP8 or asked in ("0", "1"):
-        return splits, asked == "0"
+        return None, asked == "0"
+    splits, pairs = _splits(q, cache, table)
     short = max(splits, -(-pairs // fp8.MOST_PAIRS))
     many = short > splits and 4 * LATENT * short * math.prod(q.shape[:3]) > MOST_PART_BYTES
     return (splits, True) if many else (short, False)

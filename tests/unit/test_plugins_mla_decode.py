@@ -217,18 +217,17 @@ def test_a_piece_in_fp8_may_fall_short_by_less_than_its_roundings() -> None:
 
 @pytest.mark.parametrize(("asked", "batch", "pages", "way"), [
     ("", 1, 64, (32, False)), ("", 64, 64, (4, False)), ("", 64, 16, (1, False)), ("", 1024, 64, (1, True)),
-    ("", 1024, 16, (1, False)), ("1", 64, 64, (1, False)), ("0", 64, 64, (1, True)),
+    ("", 1024, 16, (1, False)), ("1", 64, 64, (None, False)), ("0", 64, 64, (None, True)),
 ])  # fmt: skip
 def test_no_long_pieces_are_multiplied_in_fp8_unasked(
-    asked: str, batch: int, pages: int, way: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
+    asked: str, batch: int, pages: int, way: tuple[int | None, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("R1_PIPELINE_FP8_QUERIES", asked)
     monkeypatch.setattr(op, "processors", lambda _: 132)
     q, table = torch.empty(batch, 1, 128, op.DIM, device="meta"), torch.empty(batch, pages, device="meta")
     cache = torch.empty(1, 64, op.DIM, device="meta", dtype=torch.float8_e4m3fn)
     assert op._way(q, cache, table) == way
-    splits, _ = op._way(q, cache.bfloat16(), table)
-    assert splits == op.best_splits(2 * batch, pages // 2, 132)
+    assert op._way(q, cache.bfloat16(), table)[0] is None
 
 
 COMBINING = {
