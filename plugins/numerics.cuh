@@ -92,6 +92,15 @@ __device__ __forceinline__ u32 e4m3_pair(float first, float second) {
 #endif
 }
 
+// Eight BF16 times `factor` -> their E4M3 codes, the first in the lowest byte.
+__device__ __forceinline__ uint2 e4m3_codes(uint4 v, float factor) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  u32 pairs[4];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) pairs[w] = e4m3_pair(first_of(words[w]) * factor, second_of(words[w]) * factor);
+  return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+}
+
 __device__ __forceinline__ float decode_e4m3(u32 code) {
   const float value = __uint_as_float((code & 0x7Fu) << 20 | (code & 0x80u) << 24) * 0x1p120f;
   return (code & 0x7Fu) == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : value;
@@ -161,10 +170,6 @@ struct Fp8Group {
   __device__ __forceinline__ uint2 codes(uint4 v) const {  // of eight BF16
     const float sixteenth = amax * 0x1p-4f;  // whose reciprocal is no denormal number
     const float inverse = divided(28.f, sixteenth, near_reciprocal(sixteenth));
-    const u32 words[4] = {v.x, v.y, v.z, v.w};
-    u32 pairs[4];
-#pragma unroll
-    for (int w = 0; w < 4; ++w) pairs[w] = e4m3_pair(first_of(words[w]) * inverse, second_of(words[w]) * inverse);
-    return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+    return e4m3_codes(v, inverse);
   }
 };

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from pipeline.core.errors import ConfigError
 from plugins.mla_decode import fp8, reference, tactics
+from plugins.mla_decode.fp8 import BLOCK, DIM, LATENT
 from plugins.nvrtc import Source, aligned, processors, tensor_map
 from plugins.quantize.reference import FP8
 from plugins.tactics import OURS
@@ -34,7 +35,6 @@ from plugins.tactics import OURS
 __all__ = ["mla_decode"]
 
 SOURCE = Source(Path(__file__).with_name("sm90_kernel.cu"))
-DIM, LATENT, BLOCK = 576, 512, 64
 THREADS, SHARED = 384, 3 * 9 * 8192 + 1024 + 128 + 1024
 """Threads of a CTA; bytes of its queries, two blocks of keys, row sums and barriers, and their alignment."""
 START, JOIN, PART = 1.2, 0.5, 0.023

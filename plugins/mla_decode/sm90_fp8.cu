@@ -32,7 +32,7 @@ constexpr int STAGES = 4, SLOTS = 2;                    // blocks of keys, of wh
 constexpr int SCORERS = 128, CONSUMERS = 3 * 128, THREADS = CONSUMERS + 128;
 constexpr int SCORER_REGISTERS = 104, ADDER_REGISTERS = 192, PRODUCER_REGISTERS = 24;
 constexpr u32 LEAST_POWER = 64;  // of BF16's exponents: NONE times the scale of a row of zeros must stay far below any score
-constexpr float RAISED = 8.f, MOST = 0.75f;  // weights are 2^8.75 at most, of 448 that E4M3 has; the least code is 2^-17 of the largest
+constexpr float RAISED = 8.f, MOST = 0.75f;  // weights are 2^8.75 at most, of 448 that E4M3 has; the least code is 2^-9
 
 static_assert(SCORER_REGISTERS + 2 * ADDER_REGISTERS + PRODUCER_REGISTERS <= 512, "more registers than the CTA has would never come");
 
@@ -83,7 +83,9 @@ __device__ __forceinline__ void load_turned(u32 (&a)[4], u32 address) {
   a[2] = __byte_perm(r[2], r[3], 0x6420), a[3] = __byte_perm(r[2], r[3], 0x7531);
 }
 
-__device__ __forceinline__ void store_shared(u32 to, u32 word) { asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(word) : "memory"); }
+__device__ __forceinline__ void store_shared(u32 to, u32 word) {
+  asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(word) : "memory");
+}
 
 // Where a block's first tile is in shared memory: the second of a pair is TILE further.
 __device__ __forceinline__ u32 keys_of(Shared& shared, u32 count) {
@@ -112,15 +114,6 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap* latents
 }
 
 __device__ __forceinline__ float power_of_two(u32 biased) { return __uint_as_float(biased << 23); }
-
-// Eight BF16 times `factor` to E4M3.
-__device__ __forceinline__ uint2 codes_of(uint4 v, float factor) {
-  const u32 words[4] = {v.x, v.y, v.z, v.w};
-  u32 pairs[4];
-#pragma unroll
-  for (int w = 0; w < 4; ++w) pairs[w] = e4m3_pair(first_of(words[w]) * factor, second_of(words[w]) * factor);
-  return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
-}
 
 // Twelve warps: a piece's queries BF16 [OWN_HEADS, DIM] to E4M3, the largest of a row to between 2^7 and 2^8; an infinite one makes
 // NaN of it. Rows of no head become zeros.
@@ -151,7 +144,7 @@ __device__ __forceinline__ void quantize_queries(Shared& shared, const u16* q) {
       if (column >= DIM) continue;
       const u32 place = column < LATENT ? column / 128 * TILE + row * 128 + ((column % 128 / 16 ^ row % 8) << 4) + column % 16
                                         : ROPE + place_64(row, within / 16) + within % 16;
-      *(uint2*)(shared.q + place) = codes_of(v[i][j], inverse);
+      *(uint2*)(shared.q + place) = e4m3_codes(v[i][j], inverse);
     }
   }
   publish();
@@ -168,7 +161,8 @@ __device__ __forceinline__ void begin(Shared& shared, const u16* q, const Piece&
 __device__ __forceinline__ void score(Shared& shared, float (&s)[64], u32 count) {
   const u32 q = shared_address(shared.q), keys = keys_of(shared, count);
   const u64 a = descriptor(q, 16), b = descriptor(keys, 16), rope_a = descriptor_64(q + ROPE), rope_b = descriptor_64(keys + 2 * ROPE);
-  barrier_wait(&shared.full[count % STAGES], turn<STAGES>(count)), barrier_wait(&shared.full[count % STAGES + 1], turn<STAGES>(count));
+  barrier_wait(&shared.full[count % STAGES], turn<STAGES>(count));
+  barrier_wait(&shared.full[count % STAGES + 1], turn<STAGES>(count));
   wgmma_begin();
 #pragma unroll
   for (int i = 0; i < 16; ++i) wgmma_codes(s, a + (i / 4 * TILE + i % 4 * 32 >> 4), b + (i / 4 * 2 * TILE + i % 4 * 32 >> 4), i > 0);
