@@ -80,13 +80,15 @@ class Table:
         return ours()
 
     def write(self, result: Path) -> None:
-        """The file, from a benchmark's result."""
+        """The file, from a benchmark's result, without kinds that have nothing to choose."""
         measured = json.loads(result.read_text(encoding="utf-8"))
         rows = [
             {key: (measured | row)[key] for key in (*self.same, *self.sizes)} | {"us": self._times(row)}
             for row in measured["rows"]
             if row["plugin"] == self.plugin
         ]
+        choices = {tuple(row[key] for key in self.same) for row in rows if len(row["us"]) > 1}
+        rows = [row for row in rows if tuple(row[key] for key in self.same) in choices]
         text = json.dumps({"version": 1, "torch": measured["torch"], "rows": rows}, indent=1)
         self.file.write_text(text + "\n", encoding="utf-8")
 

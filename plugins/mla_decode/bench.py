@@ -36,8 +36,7 @@ FEW_HEADS_SHAPES = (16, 1024), (1, 4096), (64, 4096)
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     """One query a sequence, all of one length, the pages of the cache in random order. FP8: `exact_us` with codes multiplied in
-    FP16, `short_us` as the op has it by itself, in short pieces, and `error_of_exact` how many times the error of exact products
-    (of the cache's rounding, too) ours has."""
+    FP16, and `error_of_exact` how many times the error of exact products (of the cache's rounding, too) ours has."""
     for fp8 in (False, True):
         for heads, shapes in ((HEADS, SHAPES), (FEW_HEADS, FEW_HEADS_SHAPES)):
             for batch, length in shapes:
@@ -77,8 +76,7 @@ def _row(bench: Bench, heads: int, batch: int, length: int, fp8: bool) -> dict[s
     whole, _ = reference.mla_decode(q[few], latents, table[few], lengths[few], SCALE, op.LATENT)
     call = functools.partial(op.launch, q, cache, table, lengths, out, lse, SCALE)
     errors = {exact: relative((call(exact=exact), out[few])[1], whole) for exact in (False, True)}
-    short, exact = op._way(q, cache, table)
-    times = {"exact_us": micros(lambda: call(exact=True), 10), "short_us": micros(lambda: call(splits=short, exact=exact), 10)}
+    times = {"exact_us": micros(lambda: call(exact=True), 10)}
     return row | times | {"error_of_exact": round(errors[False] / errors[True], 3)}
 
 

@@ -5,9 +5,9 @@
 q BF16 [B, T, A, 576] (absorbed: latent | rope), cache BF16 or E4M3 [pages, page, 576] (times kv_scale), table I32 [B, P], lengths
 I32 [B], each P * page at most (not asked of the device), T queries a sequence of which the last is at its last token -> out BF16
 [B, T, A, 512], lse F32 [B, T, A] (natural logarithm; -inf: no token). An FP8 cache is multiplied in FP8 (`fp8`), queries and
-softmax weights rounded to E4M3 as the cache is, in pieces of 1,024 tokens at most. `R1_PIPELINE_FP8_QUERIES=1` has pieces of any
-length, which is faster, 0 has it multiplied in FP16, which has all of its values, in 1.1 to 1.9 times the time. For a BF16 cache
-another library's kernel is taken where it is present and was measured to be faster (`tactics`).
+softmax weights rounded to E4M3 as the cache is; `R1_PIPELINE_FP8_QUERIES=0` has it multiplied in FP16, which has all of its
+values, in 1.1 to 1.9 times the time. For a BF16 cache another library's kernel is taken where it is present and was measured to
+be faster (`tactics`).
 
 The kernels need sm_90 (they are wgmma and TMA through and through), D = 576, L = 512, pages of a multiple of 64 tokens, and a
 multiple of 64 heads or fewer than 64; other cases are computed page by page in plain torch. A sequence is split among CTAs so
@@ -40,8 +40,6 @@ THREADS, SHARED = 384, 3 * 9 * 8192 + 1024 + 128 + 1024
 START, JOIN, PART = 1.2, 0.5, 0.023
 """What starting a piece of work, joining up to 32 parts of a row, and another 64 rows' part cost, in pairs of blocks (of BF16 on an
 H200, 3 to 4 us; fitted to a sweep of splits at 18 shapes, FP8's too)."""
-MOST_PART_BYTES = 512 << 20
-"""Of float32 parts for the sake of short pieces: more are not made."""
 JOINED_AT_ONCE, MOST_GROUPS = 8, 4
 """Parts of a row that a group of the joining kernel's threads reads at a time; groups."""
 
@@ -65,20 +63,13 @@ def _ours(
 ) -> tuple[Tensor, Tensor]:
     """The kernels' results."""
     out, lse = _outputs(q, latent)
-    splits, exact = _way(q, cache, table)
-    launch(q, cache, table, lengths, out, lse, scale, kv_scale, splits, exact=exact)
+    launch(q, cache, table, lengths, out, lse, scale, kv_scale, exact=_exact())
     return out, lse
 
 
-def _way(q: Tensor, cache: Tensor, table: Tensor) -> tuple[int | None, bool]:
-    """Splits, and whether an FP8 cache is multiplied in FP16: as the user says, or where short pieces would be too many."""
-    asked = os.environ.get("R1_PIPELINE_FP8_QUERIES")
-    if cache.dtype != FP8 or asked in ("0", "1"):
-        return None, asked == "0"
-    splits, pairs = _splits(q, cache, table)
-    short = max(splits, -(-pairs // fp8.MOST_PAIRS))
-    many = short > splits and 4 * LATENT * short * math.prod(q.shape[:3]) > MOST_PART_BYTES
-    return (splits, True) if many else (short, False)
+def _exact() -> bool:
+    """Whether the user wants no rounding but the cache's."""
+    return os.environ.get("R1_PIPELINE_FP8_QUERIES") == "0"
 
 
 def launch(
@@ -100,7 +91,7 @@ def launch(
     """
     batch, tokens, heads, _ = q.shape
     tiles, rows = tokens * max(1, heads // BLOCK), batch * tokens * heads
-    splits = splits or _splits(q, cache, table)[0]
+    splits = splits or _splits(q, cache, table)
     part, part_lse = (out, lse) if splits == 1 else _parts(q.device, rows, splits)
     scales = float(scale * kv_scale / math.log(2)), float(kv_scale)
     with torch.cuda.device(q.device):
@@ -121,10 +112,10 @@ def _kernel(q: Tensor, cache: Tensor) -> fp8.Kernel:
     return fp8.Kernel(module, "mla_decode", THREADS, SHARED, (*maps, cache))
 
 
-def _splits(q: Tensor, cache: Tensor, table: Tensor) -> tuple[int, int]:
-    """Of a sequence as long as its table is wide, and the pairs of blocks it has."""
+def _splits(q: Tensor, cache: Tensor, table: Tensor) -> int:
+    """Of a sequence as long as its table is wide."""
     (batch, tokens, heads, _), pairs = q.shape, -(-table.shape[1] * cache.shape[1] // (2 * BLOCK))
-    return best_splits(batch * tokens * max(1, heads // BLOCK), pairs, processors(q.device), min(heads, BLOCK)), pairs
+    return best_splits(batch * tokens * max(1, heads // BLOCK), pairs, processors(q.device), min(heads, BLOCK))
 
 
 @functools.cache

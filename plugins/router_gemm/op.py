@@ -49,7 +49,7 @@ class Form(NamedTuple):
         return -(-experts // 8 // self.tiles)
 
 
-MANY_FORMS = Form(32, 16, 5, 7), Form(MAX_TOKENS, 8, 4, 15)
+MANY_FORMS = Form(48, 16, 5, 7), Form(MAX_TOKENS, 8, 4, 15)
 """The fastest on an H200, which has multiprocessors of their own for so many groups."""
 EXPERT_TILES = 1, 2
 """Of 16 experts a CTA: forms among which TensorRT and `gemm_tactics` choose by time."""
