@@ -49,10 +49,10 @@ def without_experts(info: dict[str, Any]) -> Ops:
 
 
 def exact(folder: Path) -> Eager:
-    """The graph in float32 on an engine's weights, an expert at a time: torch's grouped products take BF16 alone."""
+    """The graph in float32, and its cache, on an engine's weights, an expert at a time: torch's grouped products take BF16."""
     info = json.loads((folder / "engine.json").read_text(encoding="utf-8"))
     weights = {name: value.float() for name, value in dequantized(folder, torch.float32).items()}
-    return Eager(info | {"dtype": "float32"}, weights, Ops(experts=one_by_one))
+    return Eager(info | {"dtype": "float32", "kv_dtype": "float32"}, weights, Ops(experts=one_by_one))
 
 
 def one_by_one(moe: Moe, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:

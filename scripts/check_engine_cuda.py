@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Builds torch engines for this GPU in bfloat16, with plugins off and auto, checks them against float32, and times them.
 
-    python scripts/check_engine_cuda.py [--only tiny|wide|fp4] [--part build|check|time] [--eager] [--out FOLDER] [--json FILE]
+    python scripts/check_engine_cuda.py [--only MODEL ...] [--part build|check|time] [--eager] [--out FOLDER] [--json FILE]
 
     tiny  the embedded model, from its checkpoint, with the settings that an engine has by itself
     wide  DeepSeek-R1's widths (256 experts in FP8, 128 heads), a dense layer and a MoE layer, random weights (`_wide.py`): 13 GB,
           or 25 with plugins off, which keep experts in BF16
     fp4   the same with 64 experts in NVFP4, with plugins alone; beside it stands the graph without them, not compiled
+    kv8   `wide` over an FP8 cache, with plugins alone; beside it stands the graph without them over such a cache, not compiled
 
 `_tokens.py` says when an engine's words are right; each other word is printed with the proof. It needs torch, numpy, ml_dtypes,
 safetensors, tokenizers and a C++ compiler, and no configuration. Exit code 1: a check failed. Without --part all three are done;
@@ -38,16 +39,17 @@ from scripts._options import result_file  # noqa: E402
 
 TINY_R1 = ROOT / "pipeline" / "data" / "tiny_r1"
 COMMON = {
-    "device": "cuda", "dtype": "bfloat16", "compiler": "aoti", "expanded_from": None, "page_size": 64, "prefill_chunk": 512,
-    "threads": 0,
+    "device": "cuda", "dtype": "bfloat16", "kv_dtype": "auto", "compiler": "aoti", "expanded_from": None, "page_size": 64,
+    "prefill_chunk": 512, "threads": 0,
 }  # fmt: skip
 SETTINGS = {
     "tiny": COMMON | {"max_batch_size": 64, "max_seq_len": 1024},
     "wide": COMMON | {"max_batch_size": 128, "max_seq_len": 4096},
+    "kv8": COMMON | {"max_batch_size": 128, "max_seq_len": 4096, "kv_dtype": "fp8"},
     "fp4": COMMON | {"max_batch_size": 64, "max_seq_len": 1024},
 }
-VARIANTS = {"tiny": ("off", "auto"), "wide": ("off", "auto"), "fp4": ("auto",)}
-EXPERTS = {"wide": ("fp8_block", 256), "fp4": ("w4a16_nvfp4", 64)}
+VARIANTS = {"tiny": ("off", "auto"), "wide": ("off", "auto"), "kv8": ("auto",), "fp4": ("auto",)}
+EXPERTS = {"wide": ("fp8_block", 256), "kv8": ("fp8_block", 256), "fp4": ("w4a16_nvfp4", 64)}
 """Format and number of the experts of random models."""
 PARTS, CACHE = ("build", "check", "time"), "R1_PIPELINE_CACHE"
 CHOSEN = ("taken", "left", "experts", "products")
@@ -205,9 +207,10 @@ def check_tokens(model: str, out: Path, engines: dict[str, Any]) -> Iterator[dic
     del plain, weights, reference, engine
     torch.cuda.empty_cache()
     wanted, least = float32(model, out, texts, words), torch.cat([rows for _, rows in written])
+    coarse = info["kv_dtype"] != info["dtype"]
     for name, found in logits.items():
         kept = name in engines and name != "off" and info["plugins"]["experts"]
-        row = judge(wanted, (least, logits["off, not compiled"]), found, fp8=kept == "fp8_block")
+        row = judge(wanted, (least, logits["off, not compiled"]), found, fp8=coarse or kept == "fp8_block")
         if name == "off":
             row["good"] = row["error"] <= MAX_ERROR
         yield {"plugins": name, **row}
@@ -348,7 +351,7 @@ def median(call: Callable[[], Any], count: int = 60) -> float:
 if __name__ == "__main__":
     preload_cxx_library()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SETTINGS, help="one of the models")
+    parser.add_argument("--only", nargs="+", choices=SETTINGS, help="some of the models")
     parser.add_argument("--part", choices=PARTS, help="one of the parts")
     parser.add_argument("--eager", action="store_true", help="compile nothing, check words alone")
     parser.add_argument("--out", type=Path, help="keep the engines here")
@@ -357,7 +360,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.build:
         sys.exit(build_one(*options.build.split("/"), options.out, options.eager))
-    models = [options.only] if options.only else list(SETTINGS)
+    models = options.only or list(SETTINGS)
     parts = [options.part] if options.part else list(PARTS[: 2 if options.eager else 3])
     with tempfile.TemporaryDirectory() as scratch:
         os.environ[CACHE] = str(Path(scratch) / "cache")

@@ -16,6 +16,7 @@ ENGINES = ("torch", "trtllm", "tensorrt", "vllm")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
 COMPILERS = ("auto", "aoti", "export")
+KV_DTYPES = ("auto", "fp8")
 PLUGINS = ("auto", "off")
 TENSORRT_LIBRARIES = ("auto", "tensorrt", "tensorrt_rtx")
 TENSORRT_WEIGHTS = ("embedded", "inputs", "refit")
@@ -36,7 +37,9 @@ class TorchEngineConfig:
     device: str = limited("cpu", one_of=DEVICES)
     """cpu or cuda."""
     dtype: str = limited("float32", one_of=DTYPES)
-    """Type of activations, KV cache and dequantised weights."""
+    """Type of activations and dequantised weights."""
+    kv_dtype: str = limited("auto", one_of=KV_DTYPES)
+    """Type of the latent KV cache. auto: `dtype`; fp8: E4M3 with the scale 1, values beyond 448 becoming 448."""
     compiler: str = limited("auto", one_of=COMPILERS)
     """aoti: AOTInductor (needs a C++ compiler); export: the exported graph, interpreted; auto: aoti where it can."""
     expanded_from: int | None = limited(None, least=1, most=MOST_TOKENS)

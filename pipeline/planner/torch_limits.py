@@ -36,7 +36,7 @@ def torch_deploy(case: Case) -> dict[str, Any]:
         "max_batch_size": engine.max_batch_size,
         "max_num_tokens": engine.prefill_chunk,
         "max_seq_len": engine.max_seq_len,
-        "kv_cache_dtype": KV_NAME[engine.dtype],
+        "kv_cache_dtype": _kv_name(engine),
         "tokens_per_block": engine.page_size,
         "free_gpu_memory_fraction": None,
         "cuda_graph_max_batch_size": None,
@@ -54,7 +54,7 @@ def torch_memory(case: Case) -> dict[str, int]:
         kept = part.cls == "routed_experts" and _keeps_experts(case)
         sizes[part.cls] += part.bytes(case.expert_format) if kept else part.params * WIDTH[engine.dtype]
     tokens = engine.max_batch_size * (engine.max_seq_len + engine.page_size)
-    return {**sizes, "kv_cache": tokens * kv_bytes_per_token(case.arch, KV_NAME[engine.dtype])}
+    return {**sizes, "kv_cache": tokens * kv_bytes_per_token(case.arch, _kv_name(engine))}
 
 
 def torch_rules(case: Case) -> list[str]:
@@ -106,6 +106,11 @@ def torch_decisions(case: Case) -> tuple[Decision, ...]:
         Decision("max_seq_len", engine.max_seq_len, "as configured", "engine.torch.max_seq_len"),
         Decision("weights", engine.dtype, found, "engine.torch.dtype"),
     )
+
+
+def _kv_name(engine: TorchEngineConfig) -> str:
+    """Type of the cache, as the planner names it."""
+    return KV_NAME[engine.dtype] if engine.kv_dtype == "auto" else engine.kv_dtype
 
 
 def _keeps_experts(case: Case) -> bool:

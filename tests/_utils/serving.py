@@ -32,7 +32,7 @@ if str(MODEL_CODE) not in sys.path:
 
 INFO: dict[str, Any] = {
     "vocab_size": 258, "max_batch_size": 4, "max_seq_len": 256, "page_size": 8, "num_pages": 97, "prefill_chunk": 16,
-    "expanded_from": 64, "eos_token_ids": [4], "bos_token_id": 256, "dtype": "float32", "device": "cpu",
+    "expanded_from": 64, "eos_token_ids": [4], "bos_token_id": 256, "dtype": "float32", "kv_dtype": "float32", "device": "cpu",
 }  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def on_cuda(module: ModuleType) -> SimpleNamespace:
     """An engine without a form that says it is on CUDA, and a step of it that was run once."""
-    info = {"device": "cuda", "num_pages": 1, "page_size": 1, "latent_dim": 1, "dtype": "float32", "num_layers": 0, "threads": 1}
+    info = {"device": "cuda", "num_pages": 1, "page_size": 1, "latent_dim": 1, "kv_dtype": "float32", "num_layers": 0, "threads": 1}
     engine = module.CompiledEngine(info, {})
     step = module.StepGraph(lambda _: torch.zeros(1, 3), (1, 1, 1), [torch.zeros(1)], engine._pool)
     step._ran = True

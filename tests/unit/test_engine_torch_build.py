@@ -272,7 +272,7 @@ def test_threads_that_call_the_engine_are_limited(engine, monkeypatch) -> None:
     ("settings", "error", "words"),
     [
         ({"max_seq_len": 4096}, ConfigError, "max_seq_len=4096 exceeds the 2048 positions"),
-        ({"max_batch_size": 10**6}, ConfigError, r"GB of it KV cache\), but cpu has .* lower engine.torch.max_batch_size"),
+        ({"max_batch_size": 10**6}, ConfigError, r"GB of it KV cache in float32\), but cpu has .* lower engine.torch.max_bat"),
     ],
 )
 def test_what_cannot_be_built_is_refused_first(tmp_path, settings, error, words: str) -> None:

@@ -169,7 +169,8 @@ def test_a_graph_of_plugins_can_be_recorded(folder, small) -> None:
     """In the expanded form; `engine` below records the other, and its build's check compares it."""
     module = decoder(small, folder, plugins("fp8_block"), "expanded")
     info = {
-        "dtype": "bfloat16", "device": "cpu", "max_seq_len": 128, "page_size": PAGE, "max_batch_size": 4, "prefill_chunk": 64,
+        "dtype": "bfloat16", "kv_dtype": "bfloat16", "device": "cpu",
+        "max_seq_len": 128, "page_size": PAGE, "max_batch_size": 4, "prefill_chunk": 64,
         "num_layers": 2, "num_pages": PAGES + 1, "latent_dim": ARCH.latent_dim,
     }  # fmt: skip
     with torch.no_grad():

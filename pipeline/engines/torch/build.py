@@ -42,6 +42,7 @@ __all__ = ["build", "describe", "stored_as"]
 
 EXPANDED_FROM = 256
 """Of kernels that were not measured, as in the literature."""
+KV_DTYPES = {"fp8": "float8_e4m3fn"}
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
 
 
@@ -97,6 +98,7 @@ def describe(arch: Arch, settings: TorchEngineConfig, source: Path) -> dict[str,
         "eos_token_ids": eos_token_ids(arch, source),
         "expanded_from": expanded,
         "forms": [form for form in FORMS if form == "absorbed" or chunk >= min(expanded)],
+        "kv_dtype": KV_DTYPES.get(settings.kv_dtype, settings.dtype),
         "inputs": ["tokens", "positions", "pages", *(f"cache.{i}" for i in range(arch.num_hidden_layers))],
         "latent_dim": arch.latent_dim,
         "max_batch_size": settings.max_batch_size,
@@ -147,13 +149,14 @@ def refuse_impossible(arch: Arch, settings: TorchEngineConfig, info: dict[str, A
             f"engine.torch.max_seq_len={settings.max_seq_len} exceeds the {arch.max_position_embeddings} positions that the model "
             f"was made for: set it to {arch.max_position_embeddings} or less."
         )
-    cache = info["num_layers"] * info["num_pages"] * info["page_size"] * info["latent_dim"] * getattr(torch, info["dtype"]).itemsize
+    places, kv = info["num_pages"] * info["page_size"], info["kv_dtype"]
+    cache = info["num_layers"] * places * info["latent_dim"] * getattr(torch, kv).itemsize
     needed, free = weight_bytes(info) + cache, free_memory(settings.device)
     if needed > free:
         raise ConfigError(
-            f"The engine needs {needed / 1e9:.1f} GB in {info['dtype']} ({cache / 1e9:.1f} GB of it KV cache), but "
-            f"{settings.device} has {free / 1e9:.1f} GB free: lower engine.torch.max_batch_size or max_seq_len, set "
-            "engine.torch.dtype=bfloat16, or use engine=trtllm."
+            f"The engine needs {needed / 1e9:.1f} GB in {info['dtype']} ({cache / 1e9:.1f} GB of it KV cache in {kv}), "
+            f"but {settings.device} has {free / 1e9:.1f} GB free: lower engine.torch.max_batch_size or max_seq_len, set "
+            "engine.torch.dtype=bfloat16 or engine.torch.kv_dtype=fp8, or use engine=trtllm."
         )
 
 

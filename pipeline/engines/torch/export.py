@@ -63,7 +63,7 @@ def load_decoder(folder: Path, form: Form, weights: dict[str, Tensor] | None = N
 def new_caches(info: dict[str, Any]) -> list[Tensor]:
     """One empty cache a layer."""
     shape = info["num_pages"], info["page_size"], info["latent_dim"]
-    dtype = getattr(torch, info["dtype"])
+    dtype = getattr(torch, info["kv_dtype"])
     return [torch.zeros(shape, dtype=dtype, device=info["device"]) for _ in range(info["num_layers"])]
 
 

@@ -46,10 +46,12 @@ from torch import Tensor, nn
 from pipeline.models.arch import Arch
 from plugins.topk_router.reference import route
 
-__all__ = ["FORMS", "PLAIN", "Attention", "Decoder", "Form", "Linear", "Moe", "Ops", "Router", "Weight", "Where"]
+__all__ = ["FORMS", "PLAIN", "Attention", "Decoder", "Form", "Linear", "Moe", "Ops", "Router", "Weight", "Where", "seen"]
 
 Form = Literal["absorbed", "expanded"]
 FORMS: tuple[Form, ...] = ("absorbed", "expanded")
+FP8, MOST_FP8 = torch.float8_e4m3fn, 448.0
+
 
 @dataclass(frozen=True, slots=True)
 class Where:
@@ -105,6 +107,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def store(latents: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """[N, D] -> places [N] of a cache flattened to [num_pages * page_size, D], whose type may be E4M3"""
+    if cache.dtype == FP8:
+        latents = latents.clamp(-MOST_FP8, MOST_FP8)
+    cache.view(-1, cache.shape[-1])[slots] = latents.to(cache.dtype)
+
+
+def seen(cache: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """[num_pages, page_size, D], [...] -> [..., page_size, D] in the type of the activations"""
+    return cache[pages].to(dtype)
+
+
 class Attention(nn.Module):
     """Multi-head latent attention in one of the two forms."""
 
@@ -134,7 +148,7 @@ class Attention(nn.Module):
         arch = self.arch
         q, latent, k_rope = self.qkv_a(x).split((arch.q_lora_rank, arch.kv_lora_rank, arch.qk_rope_head_dim), -1)
         latent = torch.cat((self.kv_norm(latent), rotate(k_rope, at.cos, at.sin)), dim=-1)
-        cache.view(-1, arch.latent_dim).index_copy_(0, at.slots, latent.flatten(0, 1))
+        store(latent.flatten(0, 1), cache, at.slots)
         return self.q_norm(q)
 
     def weigh(self, scores: Tensor, visible: Tensor) -> Tensor:
@@ -144,7 +158,7 @@ class Attention(nn.Module):
 
     def absorbed(self, q_nope: Tensor, q_rope: Tensor, cache: Tensor, at: Where) -> Tensor:
         """[B, T, A, nope], [B, T, A, R] -> [B, T, A, v]"""
-        heads, latents = self.arch.num_attention_heads, cache[at.pages].flatten(1, 2)
+        heads, latents = self.arch.num_attention_heads, seen(cache, at.pages, q_nope.dtype).flatten(1, 2)
         w_uk, w_uv = self.kv_b.weight.split((self.arch.qk_nope_head_dim, self.arch.v_head_dim), 1)
         query = torch.cat((torch.einsum("btan,anl->btal", q_nope, w_uk), q_rope), dim=-1).flatten(1, 2)
         scores = torch.bmm(query, latents.transpose(1, 2)).unflatten(1, (-1, heads))
@@ -154,7 +168,7 @@ class Attention(nn.Module):
 
     def expanded(self, q_nope: Tensor, q_rope: Tensor, cache: Tensor, at: Where) -> Tensor:
         """The same for B = 1."""
-        arch, latents = self.arch, cache[at.pages].flatten(1, 2)
+        arch, latents = self.arch, seen(cache, at.pages, q_nope.dtype).flatten(1, 2)
         latent, k_rope = latents[0].split((arch.kv_lora_rank, arch.qk_rope_head_dim), -1)
         keys_values = torch.bmm(latent.expand(arch.num_attention_heads, -1, -1), self.kv_b.weight.transpose(1, 2))
         k_nope, value = keys_values.split((arch.qk_nope_head_dim, arch.v_head_dim), -1)

@@ -2,6 +2,7 @@
 
 Each does what the method it stands for does, in BF16; experts stay as the checkpoint stores them (see `EXPERTS`). Two differences:
 cosines and sines of RoPE on keys are not rounded to BF16, and attention asks that a row's positions rise by one (padding aside).
+Over an FP8 cache decoding rounds queries and softmax weights, too (`plugins.mla_decode`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.engines.torch.graph import PLAIN, Attention, Decoder, Moe, Ops, Weight, Where
+from pipeline.engines.torch.graph import PLAIN, Attention, Decoder, Moe, Ops, Weight, Where, seen
 
 __all__ = ["EXPERTS", "Fp8Experts", "Nvfp4Experts", "ops"]
 
@@ -117,7 +118,7 @@ def absorbed(attention: Attention, q_nope: Tensor, q_rope: Tensor, cache: Tensor
 
 def expanded(attention: Attention, q_nope: Tensor, q_rope: Tensor, cache: Tensor, at: PagedWhere) -> Tensor:
     """`Attention.expanded`: keys and values as one product leaves them, scores in one kernel."""
-    arch, latents = attention.arch, cache[at.pages[0]].flatten(0, 1)
+    arch, latents = attention.arch, seen(cache, at.pages[0], q_nope.dtype).flatten(0, 1)
     latent, k_rope = latents.split((arch.kv_lora_rank, arch.qk_rope_head_dim), -1)
     keys_values = F.linear(latent, attention.kv_b.weight.flatten(0, 1)).unflatten(-1, (arch.num_attention_heads, -1))
     query, ends = torch.cat((q_nope, q_rope), dim=-1)[0], (at.cu_q, F.pad(at.lengths, (1, 0)))

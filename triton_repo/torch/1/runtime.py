@@ -44,7 +44,7 @@ class CompiledEngine:
     def __init__(self, info: dict[str, Any], forms: dict[str, Form]) -> None:
         self.info, self.forms = info, forms
         self.device = torch.device(info["device"])
-        shape, dtype = (info["num_pages"], info["page_size"], info["latent_dim"]), getattr(torch, info["dtype"])
+        shape, dtype = (info["num_pages"], info["page_size"], info["latent_dim"]), getattr(torch, info["kv_dtype"])
         self.caches = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(info["num_layers"])]
         self.threads = info["threads"] or min(len(os.sched_getaffinity(0)), 8)
         cuda = self.device.type == "cuda"
