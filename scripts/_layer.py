@@ -42,6 +42,7 @@ STEPS = {
     "q_rope": "RoPE of the queries as one complex product, in place",
     "moe_grouped_gemm": "the routed experts in FP8, as they are stored, SwiGLU and the weighted sum fused",
     "fp8_dense": "query, output and shared expert's products in FP8 (cuBLASLt), activations quantised 1x128",
+    "fp8_cache": "latents cached in E4M3, attention multiplied in FP8",
     "streams": "the shared expert beside the routed ones",
 }
 """Steps in the order in which the ladder takes them, and what each is."""
@@ -134,7 +135,7 @@ class State:
     cos_sin: Tensor
 
     def __post_init__(self) -> None:
-        page = self.cache.shape[1]
+        page, self.codes = self.cache.shape[1], self.cache.to(E4M3)
         self.positions = self.lengths - 1
         last = self.positions.long()
         self.turns = torch.complex(*self.cos_sin.chunk(2, dim=1))
@@ -151,6 +152,10 @@ class State:
         angles = torch.arange(max(lengths), device=device).unsqueeze(1) * turns
         cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
         return cls(cache, table, torch.tensor(lengths, device=device, dtype=torch.int32), cos_sin)
+
+    def seen(self, on: frozenset[str]) -> Tensor:
+        """The cache, or its codes."""
+        return self.codes if "fp8_cache" in on else self.cache
 
     def part(self, sequences: slice) -> State:
         """Some of the sequences, with pages of their own."""
@@ -226,9 +231,9 @@ class Layer:
         else:
             query = torch.cat((torch.einsum("ban,anl->bal", q[..., : s.nope], self.w_uk), rope), dim=-1)
         if "mla_decode" in on:
-            out = mla.mla_decode(query.unsqueeze(1), state.cache, state.table, state.lengths, scale, s.latent)[0].squeeze(1)
+            out = mla.mla_decode(query.unsqueeze(1), state.seen(on), state.table, state.lengths, scale, s.latent)[0].squeeze(1)
         else:
-            rows = state.cache[state.table.long()].flatten(1, 2)
+            rows = state.seen(on)[state.table.long()].flatten(1, 2).to(x.dtype)
             beyond = torch.arange(rows.shape[1], device=x.device) >= state.lengths.unsqueeze(1)
             scores = (query @ rows.transpose(1, 2)).float().mul_(scale).masked_fill_(beyond.unsqueeze(1), -torch.inf)
             out = scores.softmax(-1).to(x.dtype) @ rows[..., : s.latent]
@@ -237,7 +242,7 @@ class Layer:
 
     def into_cache(self, x: Tensor, state: State, on: frozenset[str]) -> Tensor:
         """[B, H] -> q_a [B, Q], and the latents into the cache."""
-        s, cache = self.shape, state.cache.flatten(0, 1)
+        s, cache = self.shape, state.seen(on).flatten(0, 1)
         parts = s.q, s.latent, s.rope
         three = (F.linear(x, part) for part in self.qkv_a.split(parts))
         together = qkv.qkv_a(x, self.qkv_a) if "horizontal" in on else torch.cat(tuple(three), dim=-1)
@@ -246,7 +251,7 @@ class Layer:
             return qkv.norm_rope_cache(together, *rest, 1.0, EPS)
         q, latent, k_rope = together.split(parts, dim=-1)
         turned = plain.rotate(k_rope, state.cos_sin[state.positions.long()])
-        cache.index_copy_(0, state.slots, torch.cat((plain.norm(latent, self.kv_norm, EPS), turned), dim=-1))
+        cache[state.slots] = torch.cat((plain.norm(latent, self.kv_norm, EPS), turned), dim=-1).to(cache.dtype)
         return plain.norm(q, self.q_norm, EPS)
 
     def experts(self, x: Tensor, on: frozenset[str]) -> Tensor:

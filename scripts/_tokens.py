@@ -5,8 +5,8 @@ does not change what follows). `exact` is float32; the references are without pl
 it rounds where fused kernels do not, and both are what BF16 alone does.
 
     error of a position   the largest difference from float32 among float32's CONTENDERS best words
-    allowed there         in BF16 the larger of the references' errors at that position; where experts are multiplied in FP8,
-                          FP8_ERROR of the root mean square of float32's logits
+    allowed there         in BF16 the larger of the references' errors at that position; where experts are multiplied in FP8, or
+                          the cache is in FP8, FP8_ERROR of the root mean square of float32's logits
     wrong                 a word that float32 puts further behind its own than twice what is allowed. A reference has none: where
                           it prefers another contender, it errs by half of what lies between them, at least
 

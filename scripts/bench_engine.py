@@ -9,8 +9,8 @@ For each batch size, one decode step at a context of 128 tokens, median of many,
   eager         the same graph, not compiled
   transformers  DeepseekV3ForCausalLM with its own KV cache on the same dequantised weights
   limit         bytes of the weights that the step must read / read bandwidth measured here
-Before timing, the first greedy tokens of all three are compared: in float32 they must be equal; in bfloat16, where sums
-are rounded in another order, the share that agrees is reported.
+Before timing, the first greedy tokens of all three are compared: in float32, the cache included, they must be equal; in
+bfloat16, where sums are rounded in another order, and over an FP8 cache the share that agrees is reported.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def measure(folder: Path, beside: Path | None, seconds: float) -> dict[str, Any]
     torch.set_num_threads(engine.threads)
     arch = Arch.from_dir(CHECKPOINT)
     prompt = torch.randint(3, arch.vocab_size, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
-    decoders, size = {"ours": engine.step, "eager": step_eager(folder, engine.info)}, engine.info["page_size"]
-    if beside:
-        decoders["beside"] = CompiledEngine.load(beside).step
+    engines = {"ours": engine} | ({"beside": CompiledEngine.load(beside)} if beside else {})
+    decoders = {name: each.step for name, each in engines.items()} | {"eager": step_eager(folder, engine.info)}
+    size = engine.info["page_size"]
     peer = load_transformers(engine.device, getattr(torch, engine.info["dtype"]))
     texts = {name: greedy(step, prompt, size) for name, step in decoders.items()}
     texts["transformers"] = greedy_transformers(peer, prompt)
     agreement = statistics.mean(len(set(tokens)) == 1 for tokens in zip(*texts.values(), strict=True))
-    if agreement < 1 and engine.info["dtype"] == "float32":
+    if agreement < 1 and all({each.info["dtype"], each.info["kv_dtype"]} == {"float32"} for each in engines.values()):
         sys.exit(f"the greedy tokens differ, so no speed is reported: {texts}")
     bandwidth = read_bandwidth(engine.device)
     rows = []
@@ -87,7 +87,9 @@ def measure(folder: Path, beside: Path | None, seconds: float) -> dict[str, Any]
         timed = {f"{name}_us": time_step(call, engine.device, seconds) for name, call in calls.items()}
         timed["transformers_us"] = time_step(decode_transformers(peer, prompt, batch), engine.device, seconds)
         rows.append({"batch": batch, **timed, "limit_us": 1e6 * step_bytes(arch, engine.info, batch) / bandwidth})
-    return {"rows": rows, "read_bandwidth": bandwidth, "context": CONTEXT, "greedy_agreement": agreement, **environment(engine)}
+    built = {name: described(each) for name, each in engines.items()}
+    about = {"read_bandwidth": bandwidth, "context": CONTEXT, "greedy_agreement": agreement, "engines": built}
+    return {"rows": rows, **about, **environment(engine)}
 
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -201,6 +203,11 @@ def step_bytes(arch: Arch, info: dict[str, Any], batch: int) -> int:
     return round(total)
 
 
+def described(engine: CompiledEngine) -> dict[str, Any]:
+    """What an engine was built with."""
+    return {name: engine.info[name] for name in ("dtype", "kv_dtype", "compiler")} | {"plugins": engine.info["plugins"]["taken"]}
+
+
 def environment(engine: CompiledEngine) -> dict[str, Any]:
     """What was measured with what."""
     import transformers
@@ -211,8 +218,7 @@ def environment(engine: CompiledEngine) -> dict[str, Any]:
     )
     device = torch.cuda.get_device_name() if engine.device.type == "cuda" else cpu
     return {
-        "device": device, "threads": engine.threads, "dtype": engine.info["dtype"], "compiler": engine.info["compiler"],
-        "plugins": engine.info["plugins"]["taken"],
+        "device": device, "threads": engine.threads, "dtype": engine.info["dtype"],
         "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
     }  # fmt: skip
 

@@ -3,14 +3,16 @@
 
     python scripts/bench_mla_forms.py [--quick] [--json FILE] [--peers DIR]
 
-R1's 128 heads, one sequence, BF16 cache in pages of 64; what differs between the forms alone: not q_b, RoPE, or o_proj. Times are
-medians of CUDA graph replays in microseconds. Ops take the fastest implementation present (the file says which there were);
-`--peers DIR`: libraries (*.so) to load. From the file, `python -m plugins.mla_prefill.crossover FILE` takes the crossings.
+R1's 128 heads, one sequence, a cache in BF16 or E4M3 in pages of 64; what differs between the forms alone: not q_b, RoPE, or
+o_proj. Times are medians of CUDA graph replays in microseconds. Ops take the fastest implementation present (the file says which
+there were); `--peers DIR`: libraries (*.so) to load. From the file, `python -m plugins.mla_prefill.crossover FILE` takes the
+crossings.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -32,6 +34,7 @@ from plugins.timing import graph_seconds, machine  # noqa: E402
 from scripts._options import result_file  # noqa: E402
 
 HEADS, PAGE, SCALE = 128, 64, 192**-0.5
+CACHES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 CONTEXTS, QUICK_CONTEXTS = (64, 256, 1024, 4096, 16384), (256, 4096)
 TOKENS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
@@ -39,13 +42,13 @@ TOKENS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 class Layer:
     """A layer's weights, and one sequence of `context` tokens of which the last `tokens` are queries."""
 
-    def __init__(self, tokens: int, context: int) -> None:
+    def __init__(self, tokens: int, context: int, dtype: torch.dtype) -> None:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
         pages = -(-context // PAGE)
         self.q = random(tokens, HEADS, absorb.NOPE + absorb.ROPE)
-        self.cache = random(pages, PAGE, decode.DIM)
+        self.cache = random(pages, PAGE, decode.DIM).to(dtype)
         self.table = torch.randperm(pages, device="cuda").int().unsqueeze(0)
         self.kv_b = random(HEADS, 2 * absorb.NOPE, absorb.LATENT) * absorb.LATENT**-0.5
         self.lengths = torch.tensor([context], device="cuda", dtype=torch.int32)
@@ -61,7 +64,7 @@ class Layer:
 
     def expanded(self) -> Tensor:
         """The same."""
-        rows = self.cache[self.table[0]].flatten(0, 1)[: self.context]
+        rows = self.cache[self.table[0]].flatten(0, 1)[: self.context].bfloat16()
         kv = torch.nn.functional.linear(rows[:, : absorb.LATENT], self.kv_b.flatten(0, 1)).unflatten(1, (HEADS, -1))
         return prefill.mla_prefill_kv(self.q, kv, rows[:, absorb.LATENT :], *self.ends, SCALE)[0]
 
@@ -79,23 +82,24 @@ def main() -> int:
         torch.ops.load_library(str(library))
     found = {"mla_decode": decode_tactics.present(), "mla_prefill": prefill_tactics.present(alone=False)}
     rows = []
-    for context in QUICK_CONTEXTS if options.quick else CONTEXTS:
-        group = [measured(tokens, context) for tokens in TOKENS if tokens <= context]
+    for cache, context in itertools.product(CACHES, QUICK_CONTEXTS if options.quick else CONTEXTS):
+        group = [measured(tokens, context, cache) for tokens in TOKENS if tokens <= context]
         rows += group
-        print(f"context {context}: expanded from {crossing(group)} tokens on", flush=True)
+        print(f"{cache}, context {context}: expanded from {crossing(group)} tokens on", flush=True)
         if options.json:
             options.json.write_text(json.dumps({"rows": rows, "present": found, **machine()}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def measured(tokens: int, context: int) -> dict[str, Any]:
+def measured(tokens: int, context: int, cache: str) -> dict[str, Any]:
     """Both forms' times, and how far apart their results are."""
-    layer = Layer(tokens, context)
+    layer = Layer(tokens, context, CACHES[cache])
     one, other = layer.absorbed().double(), layer.expanded().double()
-    row: dict[str, Any] = {"tokens": tokens, "context": context, "difference": float((one - other).norm() / one.norm())}
+    row: dict[str, Any] = {"cache": cache, "tokens": tokens, "context": context}
+    row["difference"] = float((one - other).norm() / one.norm())
     for name, call in (("absorbed", layer.absorbed), ("expanded", layer.expanded)):
         row[f"{name}_us"] = round(graph_seconds([call] * 3, replays=10) * 1e6, 2)
-    print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+    print("  ".join(f"{key} {value:.4g}" if key != "cache" else cache for key, value in row.items()), flush=True)
     return row
 
 

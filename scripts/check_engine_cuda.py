@@ -7,7 +7,7 @@
     wide  DeepSeek-R1's widths (256 experts in FP8, 128 heads), a dense layer and a MoE layer, random weights (`_wide.py`): 13 GB,
           or 25 with plugins off, which keep experts in BF16
     fp4   the same with 64 experts in NVFP4, with plugins alone; beside it stands the graph without them, not compiled
-    kv8   `wide` over an FP8 cache, with plugins alone; beside it stands the graph without them over such a cache, not compiled
+    kv8   `wide` over an FP8 cache, 13 GB more, with plugins alone; beside it the graph without them over such a cache, not compiled
 
 `_tokens.py` says when an engine's words are right; each other word is printed with the proof. It needs torch, numpy, ml_dtypes,
 safetensors, tokenizers and a C++ compiler, and no configuration. Exit code 1: a check failed. Without --part all three are done;

@@ -39,7 +39,8 @@ class TorchEngineConfig:
     dtype: str = limited("float32", one_of=DTYPES)
     """Type of activations and dequantised weights."""
     kv_dtype: str = limited("auto", one_of=KV_DTYPES)
-    """Type of the latent KV cache. auto: `dtype`; fp8: E4M3 with the scale 1, values beyond 448 becoming 448."""
+    """Type of the latent KV cache. auto: `dtype`; fp8: E4M3, values beyond 448 becoming 448. Neither quant.kv_dtype, which is for
+    other engines, nor a checkpoint's k_scale is read: the scale is 1."""
     compiler: str = limited("auto", one_of=COMPILERS)
     """aoti: AOTInductor (needs a C++ compiler); export: the exported graph, interpreted; auto: aoti where it can."""
     expanded_from: int | None = limited(None, least=1, most=MOST_TOKENS)

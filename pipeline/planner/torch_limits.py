@@ -65,7 +65,8 @@ def torch_rules(case: Case) -> list[str]:
     if total > visible:
         way_out = "use engine=trtllm on GPUs"
         if total - cache < visible:
-            way_out = f"its KV cache takes {cache / GIB:.1f} GiB of it, so lower engine.torch.max_seq_len or max_batch_size"
+            way_out = f"its KV cache takes {cache / GIB:.1f} GiB of it in {_kv_name(engine)}, so lower engine.torch.max_seq_len or "
+            way_out += "max_batch_size" + (", or set engine.torch.kv_dtype=fp8" if engine.kv_dtype == "auto" else "")
         problems.append(
             f"{case.config.model.name} takes {total:,} bytes ({total / GIB:.1f} GiB) in {engine.dtype} on one device, "
             f"and hw={case.hw.name} has {visible:,} ({visible / GIB:.1f} GiB): {way_out}."
@@ -105,6 +106,7 @@ def torch_decisions(case: Case) -> tuple[Decision, ...]:
         Decision("max_batch_size", engine.max_batch_size, "as configured", "engine.torch.max_batch_size"),
         Decision("max_seq_len", engine.max_seq_len, "as configured", "engine.torch.max_seq_len"),
         Decision("weights", engine.dtype, found, "engine.torch.dtype"),
+        Decision("kv_cache", _kv_name(engine), "as configured", "engine.torch.kv_dtype"),
     )
 
 

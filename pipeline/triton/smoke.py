@@ -48,7 +48,7 @@ def smoke(endpoint: Endpoint, model: str, config: Config, emit: Emit, live: Text
             client=client,
             serve=config.serve,
             room=room_of(client.config),
-            exact=torch is not None and torch.dtype == "float32",
+            exact=torch is not None and (torch.dtype, torch.kv_dtype) == ("float32", "auto"),
             live=live,
             called=tuple(sorted(calls(client.config))),
         )

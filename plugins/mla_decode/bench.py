@@ -36,7 +36,8 @@ FEW_HEADS_SHAPES = (16, 1024), (1, 4096), (64, 4096)
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     """One query a sequence, all of one length, the pages of the cache in random order. FP8: `exact_us` with codes multiplied in
-    FP16, and `error_of_exact` how many times the error of exact products (of the cache's rounding, too) ours has."""
+    FP16, `error_of_exact` how many times the error of exact products (of the cache's rounding, too) ours has, and `shortfall` what
+    sums of one sign lack, `peer_shortfall` sgl's."""
     for fp8 in (False, True):
         for heads, shapes in ((HEADS, SHAPES), (FEW_HEADS, FEW_HEADS_SHAPES)):
             for batch, length in shapes:
@@ -77,7 +78,20 @@ def _row(bench: Bench, heads: int, batch: int, length: int, fp8: bool) -> dict[s
     call = functools.partial(op.launch, q, cache, table, lengths, out, lse, SCALE)
     errors = {exact: relative((call(exact=exact), out[few])[1], whole) for exact in (False, True)}
     times = {"exact_us": micros(lambda: call(exact=True), 10)}
-    return row | times | {"error_of_exact": round(errors[False] / errors[True], 3)}
+    row |= times | {"error_of_exact": round(errors[False] / errors[True], 3)}
+    return row | _shortfalls("sgl_planned" in row["peers"], q, latents, table, lengths)
+
+
+def _shortfalls(beside: bool, q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor) -> dict[str, float]:
+    """Parts of the whole, of values of mean 1 under scores that differ little."""
+    q, latents, few = q * 0.1, latents.clone(), slice(0, 4)
+    latents[..., : op.LATENT].mul_(0.5).add_(1)
+    cache = latents.to(op.FP8)
+    wanted, _ = reference.mla_decode(q[few], cache, table[few], lengths[few], SCALE, op.LATENT)
+    found = {"shortfall": op.mla_decode(q, cache, table, lengths, SCALE, op.LATENT)[0]}
+    if beside:
+        found["peer_shortfall"] = _sgl_planned(q, cache, table, lengths)().view(found["shortfall"].shape)
+    return {name: round(float((1 - out[few] / wanted).mean()), 5) for name, out in found.items()}
 
 
 def _eager(q: Tensor, cache: Tensor, table: Tensor) -> Tensor:

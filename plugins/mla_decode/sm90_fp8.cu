@@ -8,17 +8,16 @@
 // that fall out of this, alike in the weights; no block is written to shared memory twice.
 //
 // Warpgroup 0 finds scores and weights of two blocks at once. Warpgroups 1 and 2 add the values of latents 0 .. 255 and 256 .. 511:
-// 128 sums a thread. A warp of the fourth copies blocks with the copy engine, STAGES ahead. CTAs stay for several pieces of work.
+// 128 sums a thread, and 32 of a pair. A warp of the fourth copies blocks with the copy engine, STAGES ahead. CTAs stay for several pieces of work.
 //
 // Shared memory is what limits: of two blocks 72 KB are written, 108 read for scores, 64 to be turned over and 64 of weights (once for
-// each 64 latents), 2,500 clocks at 128 bytes, where the products are 2,200; a pair takes 3,700 on an H200. Scores of two blocks in
-// one instruction read the queries half as often as of one (80 -> 75 us at 64 sequences of 4,096, one after the other; 81 in a whole
-// benchmark, hotter). The next scores under this softmax, in other registers of the same warpgroup, gained nothing: its instructions
+// each 64 latents), 2,500 clocks at 128 bytes, where the products are 2,200. Scores of two blocks in one instruction read the queries half
+// as often as of one. The next scores under this softmax, in other registers of the same warpgroup, gained nothing: its instructions
 // wait their turn before the softmax's.
 //
-// FP8 products are added up in about 14 bits (DeepSeek-V3's report, 3.3.2), rounded towards zero: a sum over a whole piece would
-// lack 1.5 % of 1,024 tokens of one sign, 7.4 of 4,096, 26 of 16,384 (measured at commit a79935c, which summed so). So a pair of
-// blocks is added up by FP8's adder, and what comes of it in float32, for 64 latents at a time: 3 to 5 % of the time.
+// FP8 products are added up in about 14 bits (DeepSeek-V3's report, 3.3.2), rounded towards zero: a sum of one sign over a whole
+// piece lacks the more of it the longer it is (`peer_shortfall` of the benchmark is of a kernel that sums so). So a pair of blocks is
+// added up by FP8's adder, and what comes of it in float32, for 64 latents at a time.
 //
 // The cache's rows beyond a sequence may hold anything: masked scores are lowest, and rows are zeroed before they are weighed.
 // Compiled by NVRTC for sm_90a: HEADS (a multiple of 64, or fewer than 64), PAGE (a multiple of 64).
@@ -302,6 +301,8 @@ __device__ __forceinline__ void add_pair(Shared& shared, float (&o)[4][32], u32 
       if (lane == 0) barrier_arrive(free), barrier_arrive(free + 1);
     }
     wgmma_wait<0>();
+#pragma unroll
+    for (int k = 0; k < 32; ++k) asm volatile("" : "+f"(part[k]));  // or some may be added before they are there
 #pragma unroll
     for (int k = 0; k < 32; ++k) o[i][k] += part[k];
   }

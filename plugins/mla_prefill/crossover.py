@@ -21,18 +21,21 @@ __all__ = ["expanded_from", "form"]
 FILE = Path(__file__).with_name("crossover.json")
 
 
-def form(tokens: int, context: int) -> Literal["absorbed", "expanded"]:
+Cache = Literal["bf16", "fp8"]
+
+
+def form(tokens: int, context: int, cache: Cache = "bf16") -> Literal["absorbed", "expanded"]:
     """The faster form for the last `tokens` tokens of a sequence of `context`, all 128 heads."""
-    return "expanded" if tokens >= expanded_from(context) else "absorbed"
+    return "expanded" if tokens >= expanded_from(context, cache) else "absorbed"
 
 
 @functools.lru_cache(maxsize=4096)
-def expanded_from(context: int) -> int:
+def expanded_from(context: int, cache: Cache = "bf16") -> int:
     """The fewest tokens of a chunk at the end of `context` for which the expanded form is the faster one, also for all more.
 
     Between measured contexts the logarithms are interpolated; outside, the nearest one counts.
     """
-    known = sorted(_crossings().items())
+    known = sorted(_crossings(cache).items())
     below = max((pair for pair in known if pair[0] <= context), default=known[0])
     above = min((pair for pair in known if pair[0] >= context), default=known[-1])
     if below[0] == above[0]:
@@ -42,9 +45,10 @@ def expanded_from(context: int) -> int:
 
 
 @functools.cache
-def _crossings() -> dict[int, int]:
+def _crossings(cache: Cache) -> dict[int, int]:
     """Context -> the crossing."""
-    return {row["context"]: row["expanded_from"] for row in json.loads(FILE.read_text(encoding="utf-8"))["rows"]}
+    rows = json.loads(FILE.read_text(encoding="utf-8"))["rows"]
+    return {row["context"]: row["expanded_from"] for row in rows if row["cache"] == cache}
 
 
 def crossing(rows: list[dict[str, Any]]) -> int:
@@ -62,11 +66,10 @@ def crossing(rows: list[dict[str, Any]]) -> int:
 
 def _main(file: Path) -> None:
     measured = json.loads(file.read_text(encoding="utf-8"))
-    contexts = sorted({row["context"] for row in measured["rows"]})
-    rows = [
-        {"context": context, "expanded_from": crossing([row for row in measured["rows"] if row["context"] == context])}
-        for context in contexts
-    ]
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in measured["rows"]:
+        groups.setdefault((row["cache"], row["context"]), []).append(row)
+    rows = [{"cache": cache, "context": context, "expanded_from": crossing(group)} for (cache, context), group in groups.items()]
     kept = {"version": 1, "device": measured["device"], "rows": rows}
     FILE.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 

@@ -13,7 +13,7 @@ from plugins.router_gemm import op
 
 __all__ = ["rows"]
 
-HIDDEN, EXPERTS, TOKENS = 7168, 256, (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
+HIDDEN, EXPERTS, TOKENS = 7168, 256, (1, 2, 4, 8, 16, 32, 48, 64, 256, 1024, 4096)
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@
 // tiles of 8 experts, some one more than others: seven clusters of sixteen CTAs fit on an H200 at once, or fifteen of eight, and
 // one that has to wait takes as long again.
 //
-// Sixteen CTAs are ahead up to 48 tokens (3.2 us to 3.3), eight from 64 on (3.3 to 3.5): a CTA has less to load, and more to be sent.
+// Sixteen CTAs are ahead up to 48 tokens, eight from 64 on: a CTA of sixteen has less to load, and is sent more.
 //
 // On an H200 (2026-11-30) it takes 2.8 us at 32 tokens and 3.2 at 64; the loads, the sum over the cluster and the writes, without a
 // product, in the best of four layouts 2.4 and 3.1. Copies by cp.async, or through registers, into shared memory were slower, boxes

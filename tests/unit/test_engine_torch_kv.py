@@ -14,8 +14,10 @@ from torch import Tensor  # noqa: E402
 
 from pipeline.config.load import load  # noqa: E402
 from pipeline.config.schema import Config, EngineConfig, TorchEngineConfig  # noqa: E402
+from pipeline.core.errors import ConfigError  # noqa: E402
 from pipeline.core.stage import StageContext  # noqa: E402
-from pipeline.engines.torch import build  # noqa: E402
+from pipeline.engines.torch import build, selfcheck  # noqa: E402
+from pipeline.engines.torch.export import new_caches  # noqa: E402
 from pipeline.engines.torch.graph import store  # noqa: E402
 from pipeline.engines.torch.selfcheck import import_runtime  # noqa: E402
 from pipeline.planner.plan import make_plan  # noqa: E402
@@ -47,8 +49,8 @@ def prompt() -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def engines(cpu_build: Workspace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """That of `build +hw=cpu`, and one with an FP8 cache, whose build compares it with its graph."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine over an FP8 cache, which its build compared with its graph."""
     settings = TorchEngineConfig(
         compiler="export", kv_dtype="fp8", max_batch_size=2, max_seq_len=128, prefill_chunk=80, expanded_from=40
     )
@@ -56,8 +58,14 @@ def engines(cpu_build: Workspace, tmp_path_factory: pytest.TempPathFactory) -> d
     out.mkdir()
     config = Config(engine=EngineConfig(kind="torch", torch=settings))
     build.build(StageContext(config=config, inputs={"convert": TINY_R1}, checkpoint=TINY_R1, out=out, progress=Notes()))
-    load_engine = import_runtime(RUNTIME / "runtime.py").CompiledEngine.load
-    return {name: load_engine(folder) for name, folder in (("auto", cpu_build.latest("engine")), ("fp8", out))}
+    return out
+
+
+@pytest.fixture(scope="module")
+def engines(cpu_build: Workspace, folder: Path) -> dict[str, Any]:
+    """That of `build +hw=cpu`, and the one over an FP8 cache."""
+    open_engine = import_runtime(RUNTIME / "runtime.py").CompiledEngine.load
+    return {name: open_engine(path) for name, path in (("auto", cpu_build.latest("engine")), ("fp8", folder))}
 
 
 def write(engine: Any, chunks: list[int]) -> tuple[list[int], Tensor]:
@@ -90,6 +98,40 @@ def test_the_cache_has_the_codes_of_the_other_one(engines: dict[str, Any]) -> No
     assert codes.dtype == FP8 and 4 * codes.nbytes == exact.nbytes and exact.abs().max() < 448
     assert (exact.to(FP8).view(torch.uint8) == codes.view(torch.uint8)).float().mean() > 0.999
     assert engines["fp8"].info["kv_dtype"] == "float8_e4m3fn" and engines["auto"].info["kv_dtype"] == "float32"
+
+
+def test_the_build_s_check_sees_another_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that keeps more than codes, and one that is NaN in its last step alone."""
+    limit = selfcheck.LIMITS["float32", "float8_e4m3fn"]
+    assert max(selfcheck.compare(folder, RUNTIME / "runtime.py")) < limit / 4
+    monkeypatch.setattr(selfcheck, "new_caches", lambda info: new_caches(info | {"kv_dtype": "float32"}))
+    assert min(selfcheck.compare(folder, RUNTIME / "runtime.py")[1:]) > limit
+    monkeypatch.setattr(selfcheck, "compare", lambda *_: [0.0, torch.nan])
+    with pytest.raises(SystemExit, match="compiled and eager logits differ"):
+        selfcheck.main(folder, RUNTIME / "runtime.py")
+
+
+def test_an_engine_of_an_older_build_is_refused(folder: Path, tmp_path: Path) -> None:
+    info = json.loads((folder / "engine.json").read_text(encoding="utf-8"))
+    del info["kv_dtype"]
+    (tmp_path / "engine.json").write_text(json.dumps(info), encoding="utf-8")
+    with pytest.raises(RuntimeError, match="has no kv_dtype: the engine is of an older version, so build it again"):
+        import_runtime(RUNTIME / "runtime.py").CompiledEngine.load(tmp_path)
+
+
+def test_the_cache_s_type_counts_where_memory_is_short(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between what float32's cache takes and what FP8's does; and it is no way out that is taken already."""
+    weights, short = build.weight_bytes(json.loads((folder / "engine.json").read_text(encoding="utf-8"))), 10**7
+    for name, places in (("auto", 4 * 1024), ("fp8", 1024)):
+        settings = TorchEngineConfig(kv_dtype=name, max_batch_size=4)
+        info = build.describe(ARCH, settings, TINY_R1)
+        cache = info["num_layers"] * info["num_pages"] * info["page_size"] * ARCH.latent_dim * places // 1024
+        monkeypatch.setattr(build, "free_memory", lambda _, free=weights + cache: free)
+        build.refuse_impossible(ARCH, settings, info)
+        monkeypatch.setattr(build, "free_memory", lambda _, free=weights + cache - short: free)
+        with pytest.raises(ConfigError, match="GB of it KV cache in float") as refusal:
+            build.refuse_impossible(ARCH, settings, info)
+        assert ("kv_dtype=fp8" in str(refusal.value)) == (name == "auto")
 
 
 def test_what_fp8_has_no_code_for() -> None:

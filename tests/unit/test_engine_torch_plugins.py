@@ -230,11 +230,12 @@ def test_products_of_the_tactic_file_are_those_of_its_op(small, folder) -> None:
     ("settings", "taken", "ends"),
     [
         ({}, ATTENTION, (13, 49)), ({"max_seq_len": 4096}, ATTENTION, (13, 182)),
-        ({}, [], (256, 256)), ({"expanded_from": 7}, ATTENTION, (7, 7)),
+        ({}, [], (256, 256)), ({"expanded_from": 7}, ATTENTION, (7, 7)), ({"kv_dtype": "fp8"}, ATTENTION, (20, 77)),
     ],
 )  # fmt: skip
 def test_the_expanded_form_starts_where_it_was_measured_faster(monkeypatch, settings, taken: list[str], ends: tuple[int, int]):
-    monkeypatch.setattr(build.crossover, "_crossings", lambda: {256: 13, 4096: 182})
+    known = {"bf16": {256: 13, 4096: 182}, "fp8": {256: 20, 4096: 300}}
+    monkeypatch.setattr(build.crossover, "_crossings", known.get)
     build.crossover.expanded_from.cache_clear()
     settings = TorchEngineConfig(device="cuda", dtype="bfloat16", **settings)
     assert settings.page_size == 64 and TorchEngineConfig().page_size == 32

@@ -151,9 +151,10 @@ def test_router_gemm(launches: Launches, tokens: int, hidden: int, count: int) -
 
 
 @pytest.mark.parametrize(("tokens", "hidden", "count", "at_once", "form"), [
-    (17, 7168, 256, 7, (24, 16, 7, 5)), (32, 7168, 256, 1, (32, 16, 7, 5)), (33, 7168, 256, 7, (40, 8, 8, 4)),
-    (64, 7168, 384, 7, (64, 8, 12, 4)), (24, 7168, 384, 7, (24, 8, 12, 4)), (17, 5120, 160, 7, (24, 16, 4, 5)),
-    (17, 7168, 256, 0, None), (64, 7168, 256, 0, None), (17, 7168, 512, 7, None), (17, 5376, 256, 7, None),
+    (17, 7168, 256, 7, (24, 16, 7, 5)), (32, 7168, 256, 1, (32, 16, 7, 5)), (48, 7168, 256, 7, (48, 16, 7, 5)),
+    (49, 7168, 256, 7, (56, 8, 8, 4)), (64, 7168, 384, 7, (64, 8, 12, 4)), (24, 7168, 384, 7, (24, 8, 12, 4)),
+    (17, 5120, 160, 7, (24, 16, 4, 5)), (17, 7168, 256, 0, None), (64, 7168, 256, 0, None),
+    (17, 7168, 512, 7, None), (17, 5376, 256, 7, None),
 ])  # fmt: skip
 def test_router_gemm_s_form_for_many_tokens(
     launches: Launches, tokens: int, hidden: int, count: int, at_once: int, form: tuple[int, int, int, int] | None

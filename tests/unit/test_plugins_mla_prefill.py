@@ -203,13 +203,14 @@ def test_forms_cross_where_the_times_are_equal() -> None:
 
 def test_contexts_between_measured_ones_are_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
     crossover.expanded_from.cache_clear()
-    monkeypatch.setattr(crossover, "_crossings", lambda: {256: 16, 4096: 256})
+    monkeypatch.setattr(crossover, "_crossings", lambda cache: {256: 16, 4096: 256})
     assert [crossover.expanded_from(context) for context in (1, 256, 1024, 4096, 100_000)] == [16, 16, 64, 256, 256]
     assert crossover.form(63, 1024) == "absorbed" and crossover.form(64, 1024) == "expanded"
     crossover.expanded_from.cache_clear()
 
 
-def test_the_measured_crossings_are_read() -> None:
-    contexts = crossover._crossings()
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+def test_the_measured_crossings_are_read(cache: crossover.Cache) -> None:
+    contexts = crossover._crossings(cache)
     assert len(contexts) > 1 and all(0 < tokens <= context + 1 for context, tokens in contexts.items())
-    assert crossover.form(1, 4096) == "absorbed" and crossover.form(4096, 4096) == "expanded"
+    assert crossover.form(1, 4096, cache) == "absorbed" and crossover.form(4096, 4096, cache) == "expanded"

@@ -121,7 +121,7 @@ def expanded_from(settings: TorchEngineConfig, taken: list[str]) -> list[int]:
     contexts = range(settings.page_size, settings.max_seq_len + settings.page_size, settings.page_size)
     if settings.expanded_from or not {"mla_decode", "mla_prefill"} <= set(taken):
         return [settings.expanded_from or EXPANDED_FROM] * len(contexts)
-    return [crossover.expanded_from(context) for context in contexts]
+    return [crossover.expanded_from(context, "fp8" if settings.kv_dtype == "fp8" else "bf16") for context in contexts]
 
 
 def weight_table(arch: Arch, settings: TorchEngineConfig, plugins: dict[str, Any]) -> dict[str, list[Any]]:
@@ -153,10 +153,11 @@ def refuse_impossible(arch: Arch, settings: TorchEngineConfig, info: dict[str, A
     cache = info["num_layers"] * places * info["latent_dim"] * getattr(torch, kv).itemsize
     needed, free = weight_bytes(info) + cache, free_memory(settings.device)
     if needed > free:
+        smaller = "" if settings.kv_dtype == "fp8" else " or engine.torch.kv_dtype=fp8"
         raise ConfigError(
             f"The engine needs {needed / 1e9:.1f} GB in {info['dtype']} ({cache / 1e9:.1f} GB of it KV cache in {kv}), "
             f"but {settings.device} has {free / 1e9:.1f} GB free: lower engine.torch.max_batch_size or max_seq_len, set "
-            "engine.torch.dtype=bfloat16 or engine.torch.kv_dtype=fp8, or use engine=trtllm."
+            f"engine.torch.dtype=bfloat16{smaller}, or use engine=trtllm."
         )
 
 

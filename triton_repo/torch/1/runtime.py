@@ -57,6 +57,8 @@ class CompiledEngine:
         """Open an engine folder on the machine that serves it; `weights`: those of its file, if they are loaded."""
         folder = Path(folder)
         info = json.loads((folder / "engine.json").read_text(encoding="utf-8"))
+        if "kv_dtype" not in info:
+            raise RuntimeError(f"{folder / 'engine.json'} has no kv_dtype: the engine is of an older version, so build it again.")
         _check_machine(info)
         _load_ops(folder / "ops", info["plugins"])
         weights = weights or load_file(folder / "weights.safetensors", device=info["device"])
