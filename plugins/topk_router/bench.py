@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.bench import Bench, Call, compiled
+from plugins.bench import Bench, Call, compiled, micros
 from plugins.topk_router import op
 from plugins.topk_router.reference import route
 
@@ -25,7 +25,7 @@ OTHERS_TOKENS = TOKENS[:-1]
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Configurations and batches."""
+    """Configurations and batches. `tied_us`: the last token has a tie, as one of 36,000 random ones, and is routed once more."""
     first, *others = CONFIGS
     for tokens in TOKENS:
         yield _row(bench, first, tokens)
@@ -61,7 +61,16 @@ def _row(bench: Bench, name: str, tokens: int) -> dict[str, Any]:
         right=lambda found: not bool(wrong(found).any()),
         moved=logits.numel() * 4 + weights.numel() * 8,
     )
-    return row | {"tokens_that_differ": int(wrong(out).sum())}
+    row |= {"tokens_that_differ": int(wrong(out).sum())}
+    tied = _tied(logits, bias)
+    return row | {"tied_us": micros(lambda: op.launch(*tied, *out, *config))}
+
+
+def _tied(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, but the last token's two best experts are equal."""
+    logits, bias = logits.clone(), bias.clone()
+    logits[-1, :2], bias[:2] = logits.max() + 1, bias.max()
+    return logits, bias
 
 
 def _peers(logits: Tensor, bias: Tensor, *config: Any) -> dict[str, Call]:

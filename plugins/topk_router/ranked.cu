@@ -6,7 +6,7 @@
 // differences times 2^120, each held between 0 and 1: multiply-adds, without comparisons or predicates.
 //
 // A smaller value never counts less than a larger one. So ranks that are all different are right; equal values share one, and then
-// another is missing. Those tokens, and those with NaN, are routed once more, one step after another.
+// another is missing. Those tokens, and those with NaN, are routed once more by comparisons.
 //
 // Compiled by NVRTC with kernel.cu's macros: EXPERTS, GROUPS, KEPT, TOP_K, NORMALIZE. Launch with WARPS warps a block.
 
@@ -59,6 +59,16 @@ __device__ __forceinline__ int get(const int* from) {
   asm volatile("ld.volatile.shared.s32 %0, [%1];" : "=r"(v) : "r"(shared_address(from)));
   return v;
 }
+__device__ __forceinline__ uint4 get(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(from)));
+  return v;
+}
+__device__ __forceinline__ void put(uint4* to, uint4 v) {
+  asm volatile("st.volatile.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+               :: "r"(shared_address(to)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
 __device__ __forceinline__ void put(float4* to, float4 v) {
   asm volatile("st.volatile.shared.v4.f32 [%0], {%1, %2, %3, %4};"
                :: "r"(shared_address(to)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
@@ -79,6 +89,12 @@ __device__ __forceinline__ float score_of(const Token& token, int four, int plac
 }
 
 __device__ __forceinline__ float sum(float4 v) { return (v.x + v.y) + (v.z + v.w); }
+
+// Of the chosen experts' scores.
+__device__ __forceinline__ float normalizer(Token& token) {
+  const float4* best = (const float4*)token.chosen;
+  return near_reciprocal(sum(get(best)) + sum(get(best + 1)) + 1e-20f);
+}
 
 __device__ __forceinline__ void best_two(float4 v, float& first, float& second) {
   first = fmaxf(v.x, v.y), second = fminf(v.x, v.y);
@@ -137,60 +153,66 @@ __device__ __forceinline__ u32 keep_fours(Token& token, const float4 (&choices)[
   return all_best;
 }
 
-// A lane's keys, in memory that nobody reads any more; 0 is below every number's.
-__device__ __forceinline__ int* key_at(Token& token, int lane, int i) { return (int*)token.choices + i * 32 + lane; }
+__device__ __forceinline__ u32 top_of_four(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)); }
+__device__ __forceinline__ int lower(u32 lanes, int lane) { return __popc(lanes & ((1u << lane) - 1)); }
 
-// Whether this lane's group is among the KEPT best, ties by lowest index.
-__device__ __forceinline__ bool kept_slowly(Token& token, const float* bias, int lane) {
+// How many of the keys come before the one at `place`: larger ones, and equal ones before it.
+template <int FOURS>
+__device__ __forceinline__ int ahead(const uint4* keys, int place) {
+  const u32 mine = (u32)get((const int*)keys + place);
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < FOURS; ++i) {
+    const uint4 v = get(keys + i);
+    const int before = place - 4 * i;
+    count += v.x > mine || (v.x == mine && 0 < before), count += v.y > mine || (v.y == mine && 1 < before);
+    count += v.z > mine || (v.z == mine && 2 < before), count += v.w > mine || (v.w == mine && 3 < before);
+  }
+  return count;
+}
+
+// Whether this lane's group is among the KEPT best.
+__device__ __forceinline__ bool group_kept(Token& token, const u32 (&keys)[OWN], int lane) {
   u32 best = 0, next = 0;
 #pragma unroll
-  for (int i = 0; i < OWN; ++i) {
-    const u32 key = key_of(score_of(token, lane + i / 4 * 32, i % 4) + bias[lane * OWN + i]);
-    put(key_at(token, lane, i), (int)key);
-    merge(best, next, key, 0u);
-  }
-#pragma unroll 1
+  for (int i = 0; i < OWN; ++i) merge(best, next, keys[i], 0u);
+#pragma unroll
   for (int distance = 1; distance < LANES; distance *= 2)
     merge(best, next, __shfl_xor_sync(~0u, best, distance), __shfl_xor_sync(~0u, next, distance));
-  const u32 mine = key_of(value_of(best) + value_of(next));
-  int better = 0;
-#pragma unroll 1
-  for (int group = 0; group < GROUPS; ++group) {
-    const u32 theirs = __shfl_sync(~0u, mine, group * LANES);
-    better += theirs > mine || (theirs == mine && group < lane / LANES);
-  }
-  return better < KEPT;
+  if (lane % LANES == 0) put((int*)token.groups + lane / LANES, (int)key_of(value_of(best) + value_of(next)));
+  __syncwarp();
+  return ahead<GROUPS / 4>((const uint4*)token.groups, lane / LANES) < KEPT;
 }
 
-// Picks one expert after another, of equal ones the lowest; the lane of each rank gets its expert.
-__device__ __forceinline__ int pick_slowly(Token& token, const float* bias, int lane) {
-  const bool kept = kept_slowly(token, bias, lane);
-  int expert = 0;
-#pragma unroll 1
-  for (int rank = 0; rank < TOP_K; ++rank) {
-    u32 top = 0;
-    int at = 0;
+// The same once more by keys, which are all comparable, in the order of experts: of equal ones the first. Not inline: it would cost
+// the others registers.
+__device__ __noinline__ void route_exactly(Token& token, const float* bias, float* weights, int* indices, float scale, int lane) {
+  alignas(16) u32 keys[OWN];
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-      const u32 key = kept ? (u32)get(key_at(token, lane, i)) : 0;
-      if (key > top) top = key, at = i;
+  for (int i = 0; i < OWN; ++i) keys[i] = key_of(score_of(token, lane + i / 4 * 32, i % 4) + bias[lane * OWN + i]);
+  const bool kept = group_kept(token, keys, lane);
+  const int place = 2 * lower(__ballot_sync(~0u, kept), lane);
+  uint4 *fours = (uint4*)token.choices, *tops = (uint4*)token.tops, *candidates = (uint4*)token.candidates;
+  if (kept) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 four = ((const uint4*)keys)[half];
+      put((int*)tops + place + half, (int)top_of_four(four)), put(fours + place + half, four);
+      put(token.numbers[0] + place + half, lane * OWN + 4 * half);
     }
-    const int from = __ffs(__ballot_sync(~0u, top == __reduce_max_sync(~0u, top))) - 1;
-    const int picked = from * OWN + __shfl_sync(~0u, at, from);
-    if (lane == from) put(key_at(token, lane, at), 0);
-    if (lane == rank) expert = picked;
   }
-  return expert;
-}
-
-// Not inline: it would cost the others registers.
-__device__ __noinline__ void route_slowly(Token& token, const float* bias, float* weights, int* indices, float scale, int lane) {
-  const int expert = pick_slowly(token, bias, lane);
-  float weight = lane < TOP_K ? score_of(token, four_of(expert), expert % 4) : 0.f, total = weight;
-#pragma unroll 1
-  for (int distance = 1; distance < TOP_K; distance *= 2) total += __shfl_xor_sync(~0u, total, distance);
-  if constexpr (NORMALIZE) weight *= near_reciprocal(total + 1e-20f);
-  if (lane < TOP_K) weights[lane] = weight * scale, indices[lane] = expert;
+  __syncwarp();
+  const bool best = ahead<8>(tops, lane) < 8;
+  const int slot = lower(__ballot_sync(~0u, best), lane);
+  if (best) put(candidates + slot, get(fours + lane)), put(token.fours + slot, get(token.numbers[0] + lane));
+  __syncwarp();
+  const int rank = ahead<8>(candidates, lane), expert = get(token.fours + lane / 4) + lane % 4;
+  const float score = score_of(token, four_of(expert), expert % 4);
+  if (rank < TOP_K) put(token.chosen + rank, score);
+  __syncwarp();
+  float weight = score * scale;
+  if constexpr (NORMALIZE) weight *= normalizer(token);
+  if (rank < TOP_K) weights[rank] = weight, indices[rank] = expert;
 }
 
 // logits [tokens, EXPERTS] (not __restrict__: they would be loaded before the wait), bias [EXPERTS] -> weights and indices
@@ -236,14 +258,11 @@ topk_router(const float* logits, const float* __restrict__ bias, float* __restri
   const u32 ranks = (chosen ? 1u << rank | 1u << COUNT_BIT : 0) + (lane % LANES ? 0 : 1u << (GROUPS_BIT + group));
   const u32 seen = __reduce_add_sync(~0u, ranks);
   float weight = score * scale;
-  if constexpr (NORMALIZE) {
-    const float4* best = (const float4*)token.chosen;
-    weight *= near_reciprocal(sum(get(best)) + sum(get(best + 1)) + 1e-20f);
-  }
+  if constexpr (NORMALIZE) weight *= normalizer(token);
   const size_t out = (size_t)row * TOP_K;
   if (chosen) weights[out + rank] = weight, indices[out + rank] = expert_of(four, lane % 4);
   const u32 wrong = (__popc(best_fours) ^ 8) | (seen ^ RIGHT) | nan;
   if (wrong == 0) return;
   __syncwarp();  // what was written is written over
-  route_slowly(token, bias, weights + out, indices + out, scale, lane);
+  route_exactly(token, bias, weights + out, indices + out, scale, lane);
 }

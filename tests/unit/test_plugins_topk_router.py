@@ -124,7 +124,7 @@ def test_only_tokens_with_ties_or_nan_go_the_long_way(kind: str, least: float, m
     shutil.copytree(op.RANKED.path.parent, plugins / "topk_router", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     shutil.copy(op.RANKED.path.parents[1] / "numerics.cuh", plugins)
     source = plugins / "topk_router" / op.RANKED.path.name
-    call = "  route_slowly(token, bias, weights + out, indices + out, scale, lane);"
+    call = "  route_exactly(token, bias, weights + out, indices + out, scale, lane);"
     text = source.read_text(encoding="utf-8")
     assert text.count(call) == 1
     source.write_text(text.replace(call, "  indices[out + lane % TOP_K] = -7;"), encoding="utf-8")
