@@ -92,7 +92,7 @@ def main(models: list[str], parts: list[str], out: Path, eager: bool, result: Pa
         with tempfile.TemporaryDirectory() as cache, torch.inference_mode():
             os.environ[CACHE] = cache  # what another model's steps compiled does not count
             for row in (row for step in steps for row in step(model, out / model)):
-                good.append(row.pop("good", True))
+                good.append(row.get("good", True))
                 rows.append({"model": model, **row})
                 print(json.dumps(rows[-1]), flush=True)
         torch.cuda.empty_cache()

@@ -11,8 +11,9 @@ a minute, at commit c0d7f4e, topk_router again at 1bc141b.
 
     memcheck     every plugin: 0 errors
     synccheck    every plugin: 0 errors, in what it can follow (UNFOLLOWED)
-    racecheck    fused_qkv_a, kv_quantize, mla_decode, mla_prefill, nvfp4_convert, quantize, topk_router and trt: no hazard in
-                 what it can follow; it breaks on all of mla_absorb, moe_grouped_gemm and router_gemm (BREAKING)
+    racecheck    fused_qkv_a, kv_quantize, nvfp4_convert, quantize and trt: no hazard; of mla_decode it can follow the joining
+                 kernels alone, of mla_prefill and topk_router none (UNFOLLOWED); it breaks on all of mla_absorb,
+                 moe_grouped_gemm and router_gemm (BREAKING)
 """
 
 from __future__ import annotations

@@ -1,23 +1,25 @@
-// Weight-absorbed latent attention for decoding over an FP8 cache, multiplied in FP8, on Hopper: 64 heads a CTA over a range of one
-// sequence's cached latents. Queries are rounded to E4M3 by a power of two for each head, softmax weights after they were raised.
+// Weight-absorbed latent attention for decoding over an FP8 cache, multiplied in FP8, on Hopper: 64 heads a CTA over a range of
+// one sequence's cached latents. Queries are rounded to E4M3 by a power of two for each head, softmax weights after they were
+// raised.
 //
 // Keys are latent | rope (576), values the latent alone (512). FP8 products want both operands along the sum: scores have that,
-// values do not, since they are summed over tokens. So the second product is turned over, sums [latents, heads] = values^T weights^T:
-// what has to be transposed is then its first operand, which may come from registers, and ldmatrix transposes on its way there: two
-// bytes at a time, so that a lane has two latents of two tokens, and byte permutations part them. Tokens take the places in a sum
-// that fall out of this, alike in the weights; no block is written to shared memory twice.
+// values do not, since they are summed over tokens. So the second product is turned over, sums [latents, heads] = values^T
+// weights^T: what has to be transposed is then its first operand, which may come from registers, and ldmatrix transposes on its
+// way there: two bytes at a time, so that a lane has two latents of two tokens, and byte permutations part them. Tokens take the
+// places in a sum that fall out of this, alike in the weights; no block is written to shared memory twice.
 //
-// Warpgroup 0 finds scores and weights of two blocks at once. Warpgroups 1 and 2 add the values of latents 0 .. 255 and 256 .. 511:
-// 128 sums a thread, and 32 of a pair. A warp of the fourth copies blocks with the copy engine, STAGES ahead. CTAs stay for several pieces of work.
+// Warpgroup 0 finds scores and weights of two blocks at once. Warpgroups 1 and 2 add the values of latents 0 .. 255 and 256 ..
+// 511: 128 sums a thread, and 32 of a pair. A warp of the fourth copies blocks with the copy engine, STAGES ahead. CTAs stay for
+// several pieces of work.
 //
-// Shared memory is what limits: of two blocks 72 KB are written, 108 read for scores, 64 to be turned over and 64 of weights (once for
-// each 64 latents), 2,500 clocks at 128 bytes, where the products are 2,200. Scores of two blocks in one instruction read the queries half
-// as often as of one. The next scores under this softmax, in other registers of the same warpgroup, gained nothing: its instructions
-// wait their turn before the softmax's.
+// Shared memory is what limits: of two blocks 72 KB are written, 108 read for scores, 64 to be turned over and 64 of weights (once
+// for each 64 latents), 2,500 clocks at 128 bytes, where the products are 2,200. Scores of two blocks in one instruction read the
+// queries half as often as of one. The next scores under this softmax, in other registers of the same warpgroup, gained nothing:
+// its instructions wait their turn before the softmax's.
 //
 // FP8 products are added up in about 14 bits (DeepSeek-V3's report, 3.3.2), rounded towards zero: a sum of one sign over a whole
-// piece lacks the more of it the longer it is (`peer_shortfall` of the benchmark is of a kernel that sums so). So a pair of blocks is
-// added up by FP8's adder, and what comes of it in float32, for 64 latents at a time.
+// piece lacks the more of it the longer it is (`peer_shortfall` of the benchmark is of a kernel that seems to sum so). So a pair of blocks
+// is added up by FP8's adder, and what comes of it in float32, for 64 latents at a time.
 //
 // The cache's rows beyond a sequence may hold anything: masked scores are lowest, and rows are zeroed before they are weighed.
 // Compiled by NVRTC for sm_90a: HEADS (a multiple of 64, or fewer than 64), PAGE (a multiple of 64).

@@ -33,9 +33,9 @@ COMPARED = 2
 MUCH = 10**11
 """Floating point operations from which on fewer calls are enough."""
 CHUNKS = "made for kv_b's product, of which heads share the rope (mla_prefill_kv); flashinfer's plan, made before, is not counted"
-SHORT = "4 of a launch's 10 us pass before the first keys are there; flashinfer's plan, made on the host before, is not counted"
-FEW = "no sequence is split: few heads of few queries are few CTAs; flashinfer's plan, made before, is not counted"
-LONG = "flashinfer's plan, made on the host before, is not counted; of long ones power limits the clock: runs differ by 3 %"
+SHORT = "made for many queries: it takes 9 us however few there are; flashinfer's plan, made before, is not counted"
+FEW = "no sequence is split: few heads of few queries are few CTAs, many queries' pieces uneven; flashinfer's plan is not counted"
+LONG = "flashinfer's plan, made on the host before, is not counted; runs differ by more than this"
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:

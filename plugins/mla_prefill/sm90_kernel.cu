@@ -12,7 +12,7 @@
 // sums are written. Rows behind the last key that any query of a piece sees may hold anything; what is NaN or infinite in a value
 // before it spoils all queries of the piece that meet its block.
 // The compiler would move a block's softmax behind the wait for the products that it is to run under, were there not a branch
-// between them that nobody takes (`next_block`). In long contexts the chip's power is the limit, within 3 % of FlashAttention-3.
+// between them that nobody takes (`next_block`). Of long prompts the chip's power is the limit.
 // Compiled by NVRTC for sm_90a: L2_BYTES, that keys and values in use at a time may take.
 
 #include "../numerics.cuh"

@@ -39,7 +39,7 @@ LOSES = {
     False: "tiles are for reading weights: their rows are weights, not tokens; the op takes DeepGEMM where all of it is faster",
 }
 """Why, NVFP4 or FP8."""
-LOSES_ALONE = "of a single token a rank has an expert or two, and few CTAs share them"
+LOSES_ALONE = "of a single token a rank has an expert or two: few CTAs read them, and expand codes as they go"
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:

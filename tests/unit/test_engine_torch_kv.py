@@ -21,6 +21,7 @@ from pipeline.engines.torch.export import new_caches  # noqa: E402
 from pipeline.engines.torch.graph import store  # noqa: E402
 from pipeline.engines.torch.selfcheck import import_runtime  # noqa: E402
 from pipeline.planner.plan import make_plan  # noqa: E402
+from pipeline.triton import smoke  # noqa: E402
 from tests._utils.run_stage import Notes  # noqa: E402
 from tests.conftest import Workspace  # noqa: E402
 from tests.unit.test_engine_torch_plugins import (  # noqa: E402
@@ -51,9 +52,7 @@ def prompt() -> Tensor:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An engine over an FP8 cache, which its build compared with its graph."""
-    settings = TorchEngineConfig(
-        compiler="export", kv_dtype="fp8", max_batch_size=2, max_seq_len=128, prefill_chunk=80, expanded_from=40
-    )
+    settings = TorchEngineConfig(kv_dtype="fp8", max_batch_size=2, max_seq_len=128, prefill_chunk=80, expanded_from=40)
     out = tmp_path_factory.mktemp("fp8") / "1"
     out.mkdir()
     config = Config(engine=EngineConfig(kind="torch", torch=settings))
@@ -155,6 +154,12 @@ def test_plugins_read_and_write_an_fp8_cache(tmp_path: Path) -> None:
     (plain, codes), (plugged, others) = found
     assert torch.equal(plain.argmax(-1), plugged.argmax(-1)) and (plugged - plain).norm() < 0.05 * plain.norm()
     assert (codes == others).float().mean() > 0.99 and codes[3].any()
+
+
+def test_texts_over_an_fp8_cache_may_depend_on_the_batch() -> None:
+    words = ["+hw=cpu", "engine=torch"]
+    assert smoke.exact(load(words)) and not smoke.exact(load([*words, "engine.torch.kv_dtype=fp8"]))
+    assert not smoke.exact(load([*words, "engine.torch.dtype=bfloat16"])) and not smoke.exact(load(["+hw=b200"]))
 
 
 def test_a_plan_knows_what_the_cache_takes() -> None:
