@@ -88,10 +88,11 @@ def main(models: list[str], parts: list[str], out: Path, eager: bool, result: Pa
     built = "build" not in parts or build_all(models, out, eager)
     good = [built]
     steps = [step for part, step in (("check", checked_eager if eager else checked), ("time", timed)) if built and part in parts]
-    for model in models:
-        with tempfile.TemporaryDirectory() as cache, torch.inference_mode():
-            os.environ[CACHE] = cache  # what another model's steps compiled does not count
-            for row in (row for step in steps for row in step(model, out / model)):
+    compiled = Path(os.environ[CACHE])
+    for model, step in ((model, step) for model in models for step in steps):
+        os.environ[CACHE] = str(compiled / model)  # of which another model's do not count
+        with torch.inference_mode():
+            for row in step(model, out / model):
                 good.append(row.get("good", True))
                 rows.append({"model": model, **row})
                 print(json.dumps(rows[-1]), flush=True)
@@ -364,4 +365,5 @@ if __name__ == "__main__":
     models = options.only or list(SETTINGS)
     parts = [options.part] if options.part else list(PARTS[: 2 if options.eager else 3])
     with tempfile.TemporaryDirectory() as scratch:
+        os.environ[CACHE] = str(Path(scratch) / "cache")
         sys.exit(main(models, parts, options.out or Path(scratch), options.eager, options.json))

@@ -19,8 +19,6 @@ from typing import Any, Literal
 __all__ = ["expanded_from", "form"]
 
 FILE = Path(__file__).with_name("crossover.json")
-
-
 Cache = Literal["bf16", "fp8"]
 
 

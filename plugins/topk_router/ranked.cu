@@ -40,6 +40,9 @@ struct alignas(16) Token {
 __device__ __forceinline__ int expert_of(int four, int place) { return four % 32 * OWN + four / 32 * 4 + place; }
 __device__ __forceinline__ int four_of(int expert) { return expert / OWN + expert / 4 % 2 * 32; }
 
+// How many of the lanes are before this one.
+__device__ __forceinline__ int lower(u32 lanes, int lane) { return __popc(lanes & ((1u << lane) - 1)); }
+
 // Shared memory in the order of the program: first what others wait for.
 #ifdef __CUDA_ARCH__
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -147,14 +150,13 @@ __device__ __forceinline__ u32 keep_fours(Token& token, const float4 (&choices)[
   const int number = get(token.numbers[half] + at);
   const bool best = larger(all, top) < LAST;
   const u32 all_best = __ballot_sync(~0u, best);
-  const int slot = __popc(all_best & ((1u << lane) - 1));
+  const int slot = lower(all_best, lane);
   if (best && slot < 8) put(token.candidates + slot, four), put(token.fours + slot, number);
   __syncwarp();
   return all_best;
 }
 
 __device__ __forceinline__ u32 top_of_four(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)); }
-__device__ __forceinline__ int lower(u32 lanes, int lane) { return __popc(lanes & ((1u << lane) - 1)); }
 
 // How many of the keys come before the one at `place`: larger ones, and equal ones before it.
 template <int FOURS>

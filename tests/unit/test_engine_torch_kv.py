@@ -110,6 +110,18 @@ def test_the_build_s_check_sees_another_cache(folder: Path, monkeypatch: pytest.
         selfcheck.main(folder, RUNTIME / "runtime.py")
 
 
+def test_what_padding_wrote_does_not_count() -> None:
+    """In a step that is captured, rows and tokens are added that write to page 0; the graph beside it has none. NaN does count."""
+    wanted = [torch.ones(3, 2, 4).to(kind) for kind in (FP8, torch.bfloat16)]
+    found = [layer.clone() for layer in wanted]
+    found[0][0] = torch.full((2, 4), 448.0).to(FP8)
+    assert selfcheck.apart(found, wanted) == 0
+    found[1][2, 1] = 2
+    assert selfcheck.apart(found, wanted) == pytest.approx((4 / 32) ** 0.5)
+    found[1][1, 0, 0] = torch.nan
+    assert not selfcheck.apart(found, wanted) <= 1
+
+
 def test_an_engine_of_an_older_build_is_refused(folder: Path, tmp_path: Path) -> None:
     info = json.loads((folder / "engine.json").read_text(encoding="utf-8"))
     del info["kv_dtype"]
