@@ -1,12 +1,12 @@
 """The search, and the file that it leaves: for each shape and device the fastest cuBLASLt algorithm, or form of our own kernel.
 
-    python -m plugins.gemm_tactics.tactics FILE [--quick]      # on the GPU; R1's products at decoding batches
+    python -m plugins.gemm_tactics.tactics FILE [--quick]      # on the GPU; R1's products, decoding and prefill
 
 The library's own choice (its first candidate) and torch's product are timed beside `CANDIDATES` and, up to 64 tokens, the forms of
 `router_gemm`'s kernel, each checked against float32 first; what is kept is faster than torch's by more than the spread of a
 measurement. Weights come from memory, not from the L2, as a layer's do when its turn comes. A file is used on the device and with
 the library version that it names; anywhere else, and for other shapes, torch's product is taken. Tokens are the sizes of decode
-batches that engines capture.
+batches that engines capture, and of prompts' chunks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHAPES = {
     "lm_head": (129280, 7168),
 }
 """R1's products [O, K] beside experts and router."""
-TOKENS, QUICK_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 64)
+TOKENS, QUICK_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096), (1, 64)
 COLD_BYTES = 256 << 20
 """More than the L2 holds: weights that are read in turn."""
 CANDIDATES, FIRST, CALLS, REPLAYS = 24, 5, 4, 8
