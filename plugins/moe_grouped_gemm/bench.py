@@ -86,7 +86,7 @@ def _products(bench: Bench, count: int, matrices: tuple[Weights, Weights], wide:
     nvfp4, experts, slots = len(matrices[0]) == 3, len(wide[0]), count * len(wide[0])
     x = torch.randn(slots, HIDDEN, device="cuda", dtype=torch.bfloat16)
     indices = torch.arange(experts, device="cuda", dtype=torch.int32).repeat_interleave(count).view(-1, 1)
-    route = launch.permute(indices, experts, 0, launch.most_rows(nvfp4, slots, experts), launch.ALIGN[nvfp4])
+    route = launch.permute(indices, experts, 0, launch.most_rows(nvfp4, slots, slots, experts), launch.ALIGN[nvfp4])
     tokens, ends = route.pairs[:slots].long(), torch.arange(count, slots + 1, count, device="cuda", dtype=torch.int32)
     values = launch.gather(x, route, 1, nvfp4)
     inner, outer = launch.rows(x, slots, WIDTH, nvfp4), (x.new_empty(slots, HIDDEN), None)

@@ -8,12 +8,14 @@
                  PLACES "}, " A ", " B ", p, 1, 1; }" : SUMS : "l"(a), "l"(b), "r"(add)); \
   }
 PRODUCT(8, PLACES_4, FOUR(s, 0), "%4", "%5", "%6")
+#if MOST > 8
 PRODUCT(16, PLACES_8, SUMS_8(s, 0), "%8", "%9", "%10")
 PRODUCT(32, PLACES_16, SUMS_16(s, 0), "%16", "%17", "%18")
 PRODUCT(64, PLACES_32, SUMS_32(s, 0), "%32", "%33", "%34")
 #define PLACES_48 PLACES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 PRODUCT(96, PLACES_48, SUMS_32(s, 0) COMMA SUMS_16(s, 32), "%48", "%49", "%50")
 PRODUCT(128, PLACES_64, SUMS_64(s), "%64", "%65", "%66")
+#endif
 
 constexpr int SCALES = 1;  // the number of a barrier
 
@@ -21,18 +23,20 @@ constexpr int SCALES = 1;  // the number of a barrier
 struct Scales {
   const float *all, *blocks[2];
   float now[2], later[2];
+  int steps;  // of the item
   __device__ __forceinline__ void load(float (&to)[2], int step) const {
-    for (int half = 0; half < 2; ++half) to[half] = __ldg(blocks[half] + min(step + (int)threadIdx.x % 32, STEPS - 1));
+    for (int half = 0; half < 2; ++half) to[half] = __ldg(blocks[half] + min(step + (int)threadIdx.x % 32, steps - 1));
   }
   __device__ __forceinline__ void begin(const Item& item) {
+    steps = item.steps();
     for (int half = 0; half < 2; ++half) {
       const int row = min(item.weight_row(half), (item.expert + 1) * HEIGHT - BLOCK);
-      blocks[half] = all + (size_t)(row / BLOCK) * STEPS;
+      blocks[half] = all + (size_t)(row / BLOCK) * STEPS + item.first();
     }
     load(now, 0);
   }
   __device__ __forceinline__ void reach(int step) {
-    if (step % 32 == 8 && step + 24 < STEPS) load(later, step + 24);
+    if (step % 32 == 8 && step + 24 < steps) load(later, step + 24);
     if (step % 32 == 0 && step) now[0] = later[0], now[1] = later[1];
   }
 };
@@ -83,9 +87,9 @@ __device__ __forceinline__ void take_stage(Shared& shared, int stage, float (&su
 }
 
 template <int N>
-__device__ __forceinline__ void accumulate(Shared& shared, Scales& scales, Turn& turn, float (&sums)[2][N / 2]) {
+__device__ __forceinline__ void accumulate(Shared& shared, int steps, Scales& scales, Turn& turn, float (&sums)[2][N / 2]) {
 #pragma unroll 1
-  for (int step = 0; step < STEPS; ++step, turn.next()) {
+  for (int step = 0; step < steps; ++step, turn.next()) {
     scales.reach(step);
     const float first = __shfl_sync(~0u, scales.now[0], step % 32), second = __shfl_sync(~0u, scales.now[1], step % 32);
     barrier_wait(&shared.full[turn.stage], turn.parity);

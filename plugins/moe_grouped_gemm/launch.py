@@ -23,8 +23,14 @@ KERNEL = Source(Path(__file__).with_name("sm90_kernel.cu"))
 ROUTE = Source(Path(__file__).with_name("route.cu"))
 MOST_ROWS = 128
 """Rows of activations of a tile."""
-FEW_ROWS = 64
-"""Of a tile of NVFP4 that leaves space for a third stage of weights."""
+FEW_ROWS, LEAST_ROWS = 64, 8
+"""Of a tile of NVFP4 that leaves space for a third stage of weights; of tiles of so few tokens that CTAs may be without work."""
+STAGES = {False: {MOST_ROWS: 4, LEAST_ROWS: 6}, True: {MOST_ROWS: 2, FEW_ROWS: 3, LEAST_ROWS: 5}}
+"""That fit into shared memory, NVFP4 or not, by rows of a tile."""
+LEAST_SCALES = 32
+"""Of rows that a copy takes."""
+PART = 2 * 4 * 256
+"""Sums of a CTA that shares a tile: both halves, four of each consumer."""
 ALIGN = {False: 4, True: 1}
 """Where an expert's slots may begin, NVFP4 or not: the copy engine takes scales from multiples of 16 bytes on."""
 CTAS = {False: 2, True: 1}
@@ -52,6 +58,8 @@ class Route(NamedTuple):
     """I32 [1 + tiles, 4]"""
     ends: Tensor
     """I32 [E]: the slot after an expert's last row."""
+    arrivals: Tensor
+    """I32 [PERMUTE_THREADS]: zeros, by which CTAs that share a tile count themselves."""
     most: int
     """Rows of a tile."""
 
@@ -92,7 +100,7 @@ def experts(
     BF16 [T, H] that are added to the result. `products`: others than ours.
     """
     nvfp4 = len(gate_up) == 3
-    products = products or Products(most_rows(nvfp4, indices.numel(), len(gate_up[0])), ALIGN[nvfp4], _both)
+    products = products or Products(most_rows(nvfp4, len(x), indices.numel(), len(gate_up[0])), ALIGN[nvfp4], _both)
     with torch.cuda.device(x.device):
         route = permute(indices, len(gate_up[0]), first, products.most, products.align, overlap)
         outer = products.both(gather(x, route, indices.shape[1], nvfp4), gate_up, down, route)
@@ -109,8 +117,10 @@ def _both(gathered: Rows, gate_up: Weights, down: Weights, route: Route) -> Tens
     return outer
 
 
-def most_rows(nvfp4: bool, pairs: int, experts: int) -> int:
-    """Rows of a tile: few of NVFP4 where an expert cannot expect more, even if all pairs are this rank's."""
+def most_rows(nvfp4: bool, tokens: int, pairs: int, experts: int) -> int:
+    """Rows of a tile: few of few tokens, and of NVFP4 where an expert cannot expect more, even if all pairs are this rank's."""
+    if tokens <= LEAST_ROWS:
+        return LEAST_ROWS
     return FEW_ROWS if nvfp4 and pairs <= FEW_ROWS * experts else MOST_ROWS
 
 
@@ -118,7 +128,7 @@ def permute(indices: Tensor, experts: int, first: int, most: int, align: int = 1
     """indices I32 [T, K] -> the pairs by expert, from a multiple of `align` on, and tiles of at most `most` of an expert's"""
     count = indices.numel()
     capacity = (count + (align - 1) * min(count, experts)) // align * align
-    sizes = (experts + 1,), (capacity,), (count,), (1 + min(count, experts + count // most), 4), (experts,)
+    sizes = (experts + 1,), (capacity,), (count,), (1 + min(count, experts + count // most), 4), (experts,), (PERMUTE_THREADS,)
     route = Route(*(indices.new_empty(size) for size in sizes), most)
     module = ROUTE.module(HIDDEN=FP8_GROUP, TOP_K=1)
     arguments = aligned(indices), *route[:-1], count, capacity, experts, first, most, align
@@ -162,20 +172,22 @@ def product(weights: Weights, values: Rows, route: Route, out: Rows, overlap: bo
     nvfp4 = given_scales is None
     boxes = (tensor_map(given, height, 128 // given.element_size(), True) for height in (BOX, MORE))
     moved = tensor_map(codes.flatten(0, 1), HALF, 128, True), *boxes
-    third = tensor_map(scales.flatten(0, 1), HALF, 16) if nvfp4 else tensor_map(given_scales, 1, 128)
+    third = tensor_map(scales.flatten(0, 1), HALF, 16) if nvfp4 else tensor_map(given_scales, 1, max(route.most, LEAST_SCALES))
     sizes = {"COLUMNS": columns, "ROWS": result.shape[1], "MOST": route.most, "CTAS": CTAS[nvfp4]}
     module = KERNEL.module(NVFP4=int(nvfp4), SWIGLU=int(swiglu), **sizes)
     written = result, (result if result_scales is None else result_scales), 0 if result_scales is None else result_scales.shape[1]
-    arguments = *moved, third, (rest[0] if nvfp4 else scales), route.work, *written
-    grid = processors(result.device) // 2 * 2, 1, 1
-    module.launch("moe_product", grid, PRODUCT_THREADS, *arguments, overlap=overlap, shared=_shared_bytes(nvfp4, route.most))
+    ctas = processors(result.device) // 2 * 2
+    parts = result.new_empty((ctas if route.most == LEAST_ROWS else 0, PART), dtype=torch.float32)
+    arguments = *moved, third, (rest[0] if nvfp4 else scales), route.work, *written, parts, route.arrivals
+    shared = _shared_bytes(nvfp4, route.most)
+    module.launch("moe_product", (ctas, 1, 1), PRODUCT_THREADS, *arguments, overlap=overlap, shared=shared)
 
 
 def _shared_bytes(nvfp4: bool, most: int) -> int:
     """Of stages, a tile's largest magnitudes, barriers, and their alignment."""
     weights, activations = 2 * 16384, 128 * most
-    stages = (2 if most > FEW_ROWS else 3) * (weights + 4096 + 4 * activations) if nvfp4 else 4 * (weights + activations + 4 * most)
-    return stages + 9 * most * 4 + 1152
+    stage = weights + (4096 + 4 * activations if nvfp4 else activations + 4 * max(most, LEAST_SCALES))
+    return STAGES[nvfp4][most] * stage + 9 * most * 4 + 1152
 
 
 def finalize(outer: Tensor, weights: Tensor, slots: Tensor, out: Tensor, added: Tensor | None = None) -> None:

@@ -14,9 +14,11 @@ constexpr float UNIT = 0x1p16f;  // what sums lack besides the expert's scale
                  : SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
   }
 PRODUCT(8, PLACES_4, FOUR(s, 0), "%4,%5,%6,%7", "%8")
+#if MOST > 8
 PRODUCT(16, PLACES_8, SUMS_8(s, 0), "%8,%9,%10,%11", "%12")
 PRODUCT(32, PLACES_16, SUMS_16(s, 0), "%16,%17,%18,%19", "%20")
 PRODUCT(64, PLACES_32, SUMS_32(s, 0), "%32,%33,%34,%35", "%36")
+#endif
 #if MOST > 64
 PRODUCT(128, PLACES_64, SUMS_64(s), "%64,%65,%66,%67", "%68")
 #endif
@@ -89,9 +91,9 @@ struct Scales {
 };
 
 template <int N>
-__device__ __forceinline__ void accumulate(Shared& shared, Scales& scales, Turn& turn, float (&sums)[2][N / 2]) {
+__device__ __forceinline__ void accumulate(Shared& shared, int steps, Scales& scales, Turn& turn, float (&sums)[2][N / 2]) {
 #pragma unroll 1
-  for (int step = 0; step < STEPS; ++step, turn.next()) {
+  for (int step = 0; step < steps; ++step, turn.next()) {
     barrier_wait(&shared.full[turn.stage], turn.parity);
     take_half<N>(shared, turn.stage, 0, sums[0]);
     take_half<N>(shared, turn.stage, 1, sums[1]);

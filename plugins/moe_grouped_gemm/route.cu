@@ -38,15 +38,15 @@ __device__ __forceinline__ void load_experts(int (&out)[AHEAD], const int* indic
 // indices [count] of pairs -> offsets [experts + 1] of experts' slots, multiples of `align`; pairs [capacity], the one in each slot
 // (in no order within an expert; -1: none), slots [count] where each pair is (-1: another rank's). work: the numbers of tiles of at
 // most `most` rows and of slots in use, then for each tile its expert, the expert's first tile, first slot and number of rows. ends
-// [experts]: the slot after each one's last row. One block; at most 1024 experts.
+// [experts]: the slot after each one's last row. arrivals [1024]: zeros. One block; at most 1024 experts.
 extern "C" __global__ void __launch_bounds__(PERMUTE_THREADS)
 moe_permute(const int* __restrict__ indices, int* __restrict__ offsets, int* __restrict__ pairs, int* __restrict__ slots,
-            int4* __restrict__ work, int* __restrict__ ends, int count, int capacity, int experts, int first_expert, int most,
-            int align) {
+            int4* __restrict__ work, int* __restrict__ ends, int* __restrict__ arrivals, int count, int capacity, int experts,
+            int first_expert, int most, int align) {
   __shared__ int next[PERMUTE_THREADS], slot_totals[WARPS], tile_totals[WARPS], ours;
   const int thread = threadIdx.x;
   wait_for_inputs();
-  next[thread] = 0;
+  next[thread] = arrivals[thread] = 0;
   __syncthreads();
   int found[AHEAD];
   for (int first = thread; first < count; first += AHEAD * PERMUTE_THREADS) {

@@ -131,6 +131,32 @@ def test_tiles_of_every_size_vs_reference(form: str, tokens: int, hidden: int, w
 
 
 @pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
+@pytest.mark.parametrize(("hidden", "width"), [(512, 256), (1280, 768), (7168, 2048)])
+@pytest.mark.parametrize("form", FORMS)
+def test_few_experts_are_shared_by_all_ctas_vs_reference(form: str, hidden: int, width: int) -> None:
+    call, make, _ = FORMS[form]
+    hidden, width = (hidden + 128, width + 128) if form == "fp8" and hidden == 1280 else (hidden, width)  # an odd number of tiles
+    with torch.device("cuda"):
+        matrices = make(12, width, hidden)
+        for tokens, chosen in ((1, 1), (1, 2), (1, 3), (2, 2), (5, 1), (3, 4), (8, 12)):
+            inputs = [torch.randn(tokens, hidden).bfloat16(), *routes(tokens, chosen, 12), *matrices]
+            torch.full((64 << 20,), torch.nan, dtype=torch.bfloat16)  # what the next allocations find
+            found = call(*inputs, 0)
+            check(found, by_hand(plain.experts, inputs).double())
+            assert all(torch.equal(found, call(*inputs, 0)) for _ in range(3))  # whichever CTA is the last
+
+
+@pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
+@pytest.mark.parametrize("form", FORMS)
+def test_an_expert_may_have_more_rows_than_there_are_tokens(form: str) -> None:
+    call, make, _ = FORMS[form]
+    with torch.device("cuda"):
+        indices = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 2, 1], [1, 1, 2], [2, 1, 1]])
+        inputs = [torch.randn(5, 512).bfloat16(), indices, torch.rand(5, 3), *make(3, 256, 512)]
+    check(call(*inputs, 0), by_hand(plain.experts, inputs).double())
+
+
+@pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_captured_step_takes_new_routes(form: str, shared: bool) -> None:
@@ -224,7 +250,7 @@ def test_numbers_beyond_32_bits_are_no_expert_s(first: int, device: str) -> None
 
 
 SIGNATURES = {
-    "moe_permute": "const int*, int*, int*, int*, int4*, int*, int, int, int, int, int, int",
+    "moe_permute": "const int*, int*, int*, int*, int4*, int*, int*, int, int, int, int, int, int",
     "moe_gather_fp8": "const uint4*, const int*, const int4*, uint2*, float*, int",
     "moe_gather_bf16": "const uint4*, const int*, const int4*, u32*",
     "moe_swiglu_fp8": "const uint4*, const int*, const int4*, uint2*, float*, int",
@@ -245,10 +271,11 @@ def test_permuting_kernel_vs_reference(kernels: CudaOnCpu, tokens: int, here: in
     indices, _ = routes(tokens, TOP_K, everywhere)
     count, most = indices.numel(), 8
     capacity = (count + (align - 1) * min(count, here)) // align * align
-    ends, offsets, pairs, slots = (np.full(size, -7, np.int32) for size in (here, here + 1, capacity, count))
+    ends, offsets, pairs, slots, arrivals = (np.full(size, -7, np.int32) for size in (here, here + 1, capacity, count, 1024))
     work = np.full((1 + min(count, here + count // most), 4), -7, np.int32)
     sizes = count, capacity, here, first, most, align
-    kernels.launch("moe_permute", (1, 1, 1), 1024, indices.numpy(), offsets, pairs, slots, work, ends, *sizes)
+    kernels.launch("moe_permute", (1, 1, 1), 1024, indices.numpy(), offsets, pairs, slots, work, ends, arrivals, *sizes)
+    assert not arrivals.any()
     wanted_offsets, wanted_pairs, wanted_slots = (tensor.numpy() for tensor in plain.permute(indices, here, first))
     rows = np.diff(wanted_offsets)
     np.testing.assert_array_equal(np.diff(offsets), -(-rows // align) * align)
