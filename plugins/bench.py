@@ -13,14 +13,16 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plugins.nvrtc import Source
 from plugins.timing import copy_bandwidth, graph_seconds
 
-__all__ = ["Bench", "Call", "compiled", "differing", "micros", "relative"]
+__all__ = ["Bench", "Call", "compiled", "differing", "micros", "reading_us", "relative"]
 
 os.environ.setdefault("TRTLLM_ENABLE_PDL", "0")  # TensorRT-LLM's ops have dependent launch unless told; no other peer has
 
@@ -28,6 +30,9 @@ Call = Callable[[], Any]
 IN_A_GRAPH, MOST_IN_A_GRAPH, GRAPH_US = 20, 100, 500
 """Calls at first and at most, and what they should take together: a graph takes 3 us to start."""
 READ_BYTES = 2 << 30
+READS = Source(Path(__file__).with_name("reads.cu"))
+READ_FORMS = (256, 1), (512, 1), (1024, 1), (256, 4), (512, 2), (512, 7)
+"""Threads of a CTA, and loads of each."""
 LEAST_LOSS = 1.0
 """Per cent; less is not a loss, but what one run differs from the next."""
 
@@ -185,6 +190,17 @@ def micros(call: Call, calls: int = IN_A_GRAPH, flush: bool = False) -> float:
     if enough > calls:
         time = graph_seconds([call] * enough) * 1e6
     return round(time, 2)
+
+
+def reading_us(tensor: Tensor, flush: bool = False) -> float:
+    """Microseconds that reading a tensor takes by itself, by the fastest of READ_FORMS."""
+    out, count = tensor.new_empty(16, dtype=torch.uint8), tensor.nbytes // 16
+
+    def form(threads: int, turns: int) -> Call:
+        module, grid = READS.module(THREADS=threads, TURNS=turns), (-(-count // (threads * turns)), 1, 1)
+        return lambda: module.launch("reads", grid, threads, tensor, out, count)
+
+    return min(micros(form(*each), flush=flush) for each in READ_FORMS)
 
 
 def differing(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:

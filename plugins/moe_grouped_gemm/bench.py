@@ -39,7 +39,6 @@ LOSES = {
     False: "tiles are for reading weights: their rows are weights, not tokens; the op takes DeepGEMM where all of it is faster",
 }
 """Why, NVFP4 or FP8."""
-LOSES_ALONE = "of a single token a rank has an expert or two: few CTAs read them, and expand codes as they go"
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -186,7 +185,7 @@ def _whole(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: Te
         read=int(used * (_size(gate_up) + _size(down))),
         flops=2 * len(local) * 3 * HIDDEN * WIDTH // (1 if nvfp4 else 2),
         calls=CALLS,
-        why=LOSES_ALONE if len(x) == 1 else LOSES[nvfp4],
+        why=LOSES[nvfp4],
     )
 
 

@@ -16,7 +16,7 @@ from plugins.quantize.reference import FP8, FP8_GROUP
 
 __all__ = [
     "ALIGN", "MOST_ROWS", "Products", "Route", "experts", "finalize", "gather", "has_kernel", "most_rows", "permute", "places",
-    "product", "rows", "swiglu",
+    "product", "rows", "swiglu", "variant",
 ]  # fmt: skip
 
 KERNEL = Source(Path(__file__).with_name("sm90_kernel.cu"))
@@ -25,8 +25,11 @@ MOST_ROWS = 128
 """Rows of activations of a tile."""
 FEW_ROWS, LEAST_ROWS = 64, 8
 """Of a tile of NVFP4 that leaves space for a third stage of weights; of tiles of so few tokens that CTAs may be without work."""
-STAGES = {False: {MOST_ROWS: 4, LEAST_ROWS: 6}, True: {MOST_ROWS: 2, FEW_ROWS: 3, LEAST_ROWS: 5}}
-"""That fit into shared memory, NVFP4 or not, by rows of a tile."""
+STAGES_AND_RESIDENT = {
+    False: {MOST_ROWS: (4, 1), LEAST_ROWS: (6, 1)},
+    True: {MOST_ROWS: (2, 1), FEW_ROWS: (3, 1), LEAST_ROWS: (2, 2)},
+}
+"""NVFP4 or not, rows of a tile -> stages of weights of a CTA, and CTAs of a multiprocessor: what fits, and was the fastest."""
 LEAST_SCALES = 32
 """Of rows that a copy takes."""
 PART = 2 * 4 * 256
@@ -173,21 +176,28 @@ def product(weights: Weights, values: Rows, route: Route, out: Rows, overlap: bo
     boxes = (tensor_map(given, height, 128 // given.element_size(), True) for height in (BOX, MORE))
     moved = tensor_map(codes.flatten(0, 1), HALF, 128, True), *boxes
     third = tensor_map(scales.flatten(0, 1), HALF, 16) if nvfp4 else tensor_map(given_scales, 1, max(route.most, LEAST_SCALES))
-    sizes = {"COLUMNS": columns, "ROWS": result.shape[1], "MOST": route.most, "CTAS": CTAS[nvfp4]}
-    module = KERNEL.module(NVFP4=int(nvfp4), SWIGLU=int(swiglu), **sizes)
+    macros = variant(nvfp4, swiglu, columns, result.shape[1], route.most)
     written = result, (result if result_scales is None else result_scales), 0 if result_scales is None else result_scales.shape[1]
-    ctas = processors(result.device) // 2 * 2
+    ctas = processors(result.device) // 2 * 2 * macros["RESIDENT"]
     parts = result.new_empty((ctas if route.most == LEAST_ROWS else 0, PART), dtype=torch.float32)
     arguments = *moved, third, (rest[0] if nvfp4 else scales), route.work, *written, parts, route.arrivals
-    shared = _shared_bytes(nvfp4, route.most)
-    module.launch("moe_product", (ctas, 1, 1), PRODUCT_THREADS, *arguments, overlap=overlap, shared=shared)
+    how = {"overlap": overlap, "shared": _shared_bytes(nvfp4, route.most)}
+    KERNEL.module(**macros).launch("moe_product", (ctas, 1, 1), PRODUCT_THREADS, *arguments, **how)
+
+
+def variant(nvfp4: bool, swiglu: bool, columns: int, rows: int, most: int) -> dict[str, int]:
+    """The product's macros."""
+    stages, resident = STAGES_AND_RESIDENT[nvfp4][most]
+    form = {"NVFP4": int(nvfp4), "SWIGLU": int(swiglu), "CTAS": CTAS[nvfp4], "RESIDENT": resident, "STAGES": stages}
+    return form | {"COLUMNS": columns, "ROWS": rows, "MOST": most}
 
 
 def _shared_bytes(nvfp4: bool, most: int) -> int:
     """Of stages, a tile's largest magnitudes, barriers, and their alignment."""
     weights, activations = 2 * 16384, 128 * most
+    stages, _ = STAGES_AND_RESIDENT[nvfp4][most]
     stage = weights + (4096 + 4 * activations if nvfp4 else activations + 4 * max(most, LEAST_SCALES))
-    return STAGES[nvfp4][most] * stage + 9 * most * 4 + 1152
+    return stages * stage + 9 * most * 4 + 1152
 
 
 def finalize(outer: Tensor, weights: Tensor, slots: Tensor, out: Tensor, added: Tensor | None = None) -> None:

@@ -8,7 +8,8 @@
 // rows an expert there may be CTAs without work: they share the columns of the others', and the last of them to be done adds up.
 //
 // Time is that of reading the weights, with few rows: 128 KB are on their way to every multiprocessor. Compiled by NVRTC for
-// sm_90a: NVFP4 (weights; else FP8 in blocks), SWIGLU, COLUMNS (of a weight row), ROWS (columns of the result), MOST, CTAS.
+// sm_90a: NVFP4 (weights; else FP8 in blocks), SWIGLU, COLUMNS (of a weight row), ROWS (columns of the result), MOST, CTAS (of a
+// cluster), RESIDENT (CTAs of a multiprocessor), STAGES.
 
 #include "../numerics.cuh"
 #include "../wgmma.cuh"
@@ -24,7 +25,9 @@ constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 #include "fp8.cuh"
 #endif
 
-constexpr int PRODUCER_REGISTERS = SHARES ? 40 : 24, CONSUMER_REGISTERS = SHARES ? 232 : 240;  // of the 3 * 168 that CTAs begin with
+// Of the 3 * 168 that CTAs begin with, or 3 * 80.
+constexpr int PRODUCER_REGISTERS = RESIDENT > 1 ? 32 : SHARES ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = RESIDENT > 1 ? 104 : SHARES ? 232 : 240;
 
 struct Result {
   void* rows;     // SWIGLU: FP8 codes or BF16 [slots, ROWS] for the next product, else BF16 [slots, ROWS]
@@ -131,7 +134,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Maps& maps, const 
 // weights [E * HEIGHT, bytes], rows [slots, COLUMNS]; `scales`, `more_scales`: FP8, of rows [COLUMNS / 128, slots], and F32 of
 // weights [E * HEIGHT / 128, COLUMNS / 128]; NVFP4: of weights, E4M3 [E * HEIGHT, COLUMNS / 16], and F32 of experts [E]; SHARES:
 // parts [CTAs * 2 * CONSUMERS], and arrivals [CTAs], which are 0 before and after
-extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, RESIDENT)
 moe_product(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap rows,
             const __grid_constant__ TensorMap more_rows, const __grid_constant__ TensorMap scales,
             const float* __restrict__ more_scales, const int4* __restrict__ work, void* __restrict__ out,

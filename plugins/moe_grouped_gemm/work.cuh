@@ -8,7 +8,7 @@
 constexpr int BLOCK = 128;                        // weight rows of a half: gate or up, or one after the other
 constexpr int STEP = NVFP4 ? 256 : 128;           // columns of a stage: 128 bytes of weights a row
 constexpr bool SHARES = MOST <= 8;
-constexpr int STEPS = COLUMNS / STEP, STAGES = NVFP4 ? (SHARES ? 5 : MOST > 64 ? 2 : 3) : SHARES ? 6 : 4;
+constexpr int STEPS = COLUMNS / STEP;
 constexpr int MOST_SHARERS = !SHARES ? 1 : STEPS < 8 ? STEPS : 8;  // of an item
 constexpr int EARLY = STEPS < STAGES ? STEPS : STAGES;  // stages of weights that are loaded before the activations exist
 constexpr int HEIGHT = SWIGLU ? 2 * ROWS : ROWS;  // of an expert's weights

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.bench import Bench, Call, compiled, relative
+from plugins.bench import Bench, Call, compiled, reading_us, relative
 from plugins.router_gemm import op
 
 __all__ = ["rows"]
@@ -17,10 +17,11 @@ HIDDEN, EXPERTS, TOKENS = 7168, 256, (1, 2, 4, 8, 16, 32, 48, 64, 256, 1024, 409
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
-    """DeepSeek-R1's, with weights in L2 and (cold) not; beyond 64 tokens the op takes cuBLAS."""
+    """DeepSeek-R1's, with weights in L2 and (cold) not; beyond 64 tokens the op takes cuBLAS. `read_us`: the weights' loads."""
     weight = torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5
+    least = {"read_us": reading_us(weight), "read_cold_us": reading_us(weight, flush=True)}
     for tokens in TOKENS:
-        yield _row(bench, torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16), weight)
+        yield _row(bench, torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16), weight) | least
 
 
 def _row(bench: Bench, x: Tensor, weight: Tensor) -> dict[str, Any]:

@@ -62,14 +62,25 @@ def _row(bench: Bench, name: str, tokens: int) -> dict[str, Any]:
         moved=logits.numel() * 4 + weights.numel() * 8,
     )
     row |= {"tokens_that_differ": int(wrong(out).sum())}
-    tied = _tied(logits, bias)
-    return row | {"tied_us": micros(lambda: op.launch(*tied, *out, *config))}
+    ties = {"tied_us": _tied(logits, bias), "groups_tied_us": _groups_tied(logits, bias, *config[:2])}
+    return row | {name: micros(lambda given=given: op.launch(*given, *out, *config)) for name, given in ties.items()}
 
 
 def _tied(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The same, but the last token's two best experts are equal."""
     logits, bias = logits.clone(), bias.clone()
     logits[-1, :2], bias[:2] = logits.max() + 1, bias.max()
+    return logits, bias
+
+
+def _groups_tied(logits: Tensor, bias: Tensor, groups: int, kept: int) -> tuple[Tensor, Tensor]:
+    """The same, but the last token's last group that is kept, if not all are, and the next one are equal."""
+    logits, bias = logits.clone(), bias.clone()
+    best = (logits[-1].sigmoid() + bias).view(groups, -1).topk(2).values.sum(1).argsort(descending=True)
+    if kept < groups:
+        one, other = best[kept - 1], best[kept]
+        bias.view(groups, -1)[other] = bias.view(groups, -1)[one]
+        logits[-1].view(groups, -1)[other] = logits[-1].view(groups, -1)[one]
     return logits, bias
 
 

@@ -5,8 +5,9 @@
 // groups, by their largest (the eight best of them hold the eight best experts); then these 32 experts. To count is to add up
 // differences times 2^120, each held between 0 and 1: multiply-adds, without comparisons or predicates.
 //
-// A smaller value never counts less than a larger one. So ranks that are all different are right; equal values share one, and then
-// another is missing. Those tokens, and those with NaN, are routed once more by comparisons.
+// A smaller value never counts less than a larger one. So ranks that are all different are right, and so are the best of groups and
+// fours if they are as many as asked for. Experts that share a rank are put in order, if there are two of it; where groups or fours
+// share the last rank, and with NaN, the token is routed once more by comparisons.
 //
 // Compiled by NVRTC with kernel.cu's macros: EXPERTS, GROUPS, KEPT, TOP_K, NORMALIZE. Launch with WARPS warps a block.
 
@@ -18,17 +19,17 @@ constexpr int OWN = EXPERTS / 32, LANES = 32 / GROUPS;  // experts of a lane; la
 constexpr float HUGE_SCALE = 0x1p120f;
 constexpr float LAST = 7.5f;  // the eight best have ranks below
 
-// What lanes add up to: a bit for each rank of a chosen expert, their number, a bit for each rank of a group. Eight powers of two
-// make 255 only if all are different, and 32 lanes do not reach from one field into the next.
-constexpr int COUNT_BIT = 13, GROUPS_BIT = 19;
-constexpr u32 RIGHT = 255u | 8u << COUNT_BIT | 255u << GROUPS_BIT;
+// What lanes add up to: a bit for each rank of a chosen expert, and their number. Eight powers of two make 255 only if all are
+// different, and 32 lanes do not reach from one field into the next.
+constexpr int COUNT_BIT = 13;
+constexpr u32 RIGHT = 255u | 8u << COUNT_BIT;
 
 static_assert(OWN == 8 && GROUPS == 8 && KEPT == 4 && TOP_K == 8, "two fours a lane, 32 in the groups that are kept");
 
 // What the lanes of a token tell each other. Fours are numbered so that lanes have `lane` and `lane + 32`, for fewer conflicts.
 struct alignas(16) Token {
   float4 scores[64];
-  float4 choices[2][32];  // of a lane's first and second four, in the order of groups' ranks, as the next two
+  float4 choices[2][32];  // of the first and second four of the kept groups' lanes, as the next two
   int numbers[2][32];
   float tops[2][32];
   float groups[GROUPS];
@@ -122,8 +123,8 @@ __device__ __forceinline__ float larger(const float4 (&all)[FOURS], float mine) 
 // To the nearest whole number, below 8.
 __device__ __forceinline__ int whole(float count) { return __float_as_uint(count + 0x1p23f) & 7; }
 
-// Of this lane's group among all, by the sum of its two largest choices.
-__device__ __forceinline__ int group_rank(Token& token, float first, float second, int lane) {
+// Whether this lane's group is among the KEPT best, by the sum of its two largest choices.
+__device__ __forceinline__ bool group_kept(Token& token, float first, float second, int lane) {
 #pragma unroll
   for (int distance = 1; distance < LANES; distance *= 2)
     merge(first, second, __shfl_xor_sync(~0u, first, distance), __shfl_xor_sync(~0u, second, distance));
@@ -131,20 +132,23 @@ __device__ __forceinline__ int group_rank(Token& token, float first, float secon
   __syncwarp();
   const float4* groups = (const float4*)token.groups;
   const float4 all[2] = {get(groups), get(groups + 1)};
-  return whole(larger(all, first + second));
+  return larger(all, first + second) < KEPT - 0.5f;
 }
 
 // Finds the eight best fours, a bit for the lane of each, and puts them where candidates are.
-__device__ __forceinline__ u32 keep_fours(Token& token, const float4 (&choices)[2], const float (&tops)[2], int place, int lane) {
-  put(token.tops[0] + place, tops[0]), put(token.tops[1] + place, tops[1]);
+__device__ __forceinline__ u32 keep_fours(Token& token, const float4 (&choices)[2], const float (&tops)[2], u32 kept, int lane) {
+  const int place = lower(kept, lane), half = lane / 16, at = lane % 16;
+  const bool here = kept >> lane & 1;
+  if (here) put(token.tops[0] + place, tops[0]), put(token.tops[1] + place, tops[1]);
   __syncwarp();
-  const int half = lane / 16, at = lane % 16;  // those of the kept groups come first
   const float top = get(token.tops[half] + at);
   float4 all[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) all[i] = get((const float4*)token.tops[i / 4] + i % 4);
-  put(token.choices[0] + place, choices[0]), put(token.choices[1] + place, choices[1]);
-  put(token.numbers[0] + place, lane), put(token.numbers[1] + place, lane + 32);
+  if (here) {
+    put(token.choices[0] + place, choices[0]), put(token.choices[1] + place, choices[1]);
+    put(token.numbers[0] + place, lane), put(token.numbers[1] + place, lane + 32);
+  }
   __syncwarp();
   const float4 four = get(token.choices[half] + at);
   const int number = get(token.numbers[half] + at);
@@ -174,7 +178,7 @@ __device__ __forceinline__ int ahead(const uint4* keys, int place) {
 }
 
 // Whether this lane's group is among the KEPT best.
-__device__ __forceinline__ bool group_kept(Token& token, const u32 (&keys)[OWN], int lane) {
+__device__ __forceinline__ bool group_kept_exactly(Token& token, const u32 (&keys)[OWN], int lane) {
   u32 best = 0, next = 0;
 #pragma unroll
   for (int i = 0; i < OWN; ++i) merge(best, next, keys[i], 0u);
@@ -192,7 +196,7 @@ __device__ __noinline__ void route_exactly(Token& token, const float* bias, floa
   alignas(16) u32 keys[OWN];
 #pragma unroll
   for (int i = 0; i < OWN; ++i) keys[i] = key_of(score_of(token, lane + i / 4 * 32, i % 4) + bias[lane * OWN + i]);
-  const bool kept = group_kept(token, keys, lane);
+  const bool kept = group_kept_exactly(token, keys, lane);
   const int place = 2 * lower(__ballot_sync(~0u, kept), lane);
   uint4 *fours = (uint4*)token.choices, *tops = (uint4*)token.tops, *candidates = (uint4*)token.candidates;
   if (kept) {
@@ -215,6 +219,33 @@ __device__ __noinline__ void route_exactly(Token& token, const float* bias, floa
   float weight = score * scale;
   if constexpr (NORMALIZE) weight *= normalizer(token);
   if (rank < TOP_K) weights[rank] = weight, indices[rank] = expert;
+}
+
+// Whether another expert of this rank comes first. A rank has one place: who finds another's number there tells it, in turn.
+__device__ __forceinline__ bool behind_rival(Token& token, int rank, int expert, bool chosen) {
+  int* place = token.numbers[0] + rank;
+  if (chosen) put(place, expert);
+  __syncwarp();
+  int rival = chosen ? get(place) : expert;
+  const bool lost = rival != expert;
+  __syncwarp();
+  if (lost) put(place, expert);
+  __syncwarp();
+  if (chosen && !lost) rival = get(place);
+  return rival < expert;
+}
+
+// Experts of the same choice in the order of their numbers; false where that was not all.
+__device__ __noinline__ bool settle(Token& token, float* weights, int* indices, float score, float scale, int rank, int expert,
+                                    bool chosen) {
+  rank += behind_rival(token, rank, expert, chosen);
+  chosen = chosen && rank < TOP_K;
+  if (chosen) put(token.chosen + rank, score);
+  __syncwarp();
+  float weight = score * scale;
+  if constexpr (NORMALIZE) weight *= normalizer(token);
+  if (chosen) weights[rank] = weight, indices[rank] = expert;
+  return __reduce_add_sync(~0u, chosen ? 1u << rank | 1u << COUNT_BIT : 0) == RIGHT;
 }
 
 // logits [tokens, EXPERTS] (not __restrict__: they would be loaded before the wait), bias [EXPERTS] -> weights and indices
@@ -242,8 +273,8 @@ topk_router(const float* logits, const float* __restrict__ bias, float* __restri
   merge(first, second, tops[1], seconds[1]);
   put(token.scores + lane, ((const float4*)scores)[0]), put(token.scores + lane + 32, ((const float4*)scores)[1]);
 
-  const int group = group_rank(token, first, second, lane);
-  const u32 best_fours = keep_fours(token, choices, tops, group * LANES + lane % LANES, lane);
+  const u32 kept = __ballot_sync(~0u, group_kept(token, first, second, lane));
+  const u32 best_fours = keep_fours(token, choices, tops, kept, lane);
   const u32 nan = __ballot_sync(~0u, total != total);
 
   const int four = get(token.fours + lane / 4) & 63;  // any, where fewer than eight were found
@@ -257,14 +288,15 @@ topk_router(const float* logits, const float* __restrict__ bias, float* __restri
   const int rank = whole(count);
   if (chosen) put(token.chosen + rank, score);
   __syncwarp();
-  const u32 ranks = (chosen ? 1u << rank | 1u << COUNT_BIT : 0) + (lane % LANES ? 0 : 1u << (GROUPS_BIT + group));
-  const u32 seen = __reduce_add_sync(~0u, ranks);
+  const u32 seen = __reduce_add_sync(~0u, chosen ? 1u << rank | 1u << COUNT_BIT : 0);
   float weight = score * scale;
   if constexpr (NORMALIZE) weight *= normalizer(token);
   const size_t out = (size_t)row * TOP_K;
   if (chosen) weights[out + rank] = weight, indices[out + rank] = expert_of(four, lane % 4);
-  const u32 wrong = (__popc(best_fours) ^ 8) | (seen ^ RIGHT) | nan;
-  if (wrong == 0) return;
+  const u32 lost = (__popc(kept) ^ KEPT * LANES) | (__popc(best_fours) ^ 8) | nan;
+  if ((lost | (seen ^ RIGHT)) == 0) return;
   __syncwarp();  // what was written is written over
+  if (lost == 0 && settle(token, weights + out, indices + out, score, scale, rank, expert_of(four, lane % 4), chosen)) return;
+  __syncwarp();
   route_exactly(token, bias, weights + out, indices + out, scale, lane);
 }

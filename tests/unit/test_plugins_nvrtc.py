@@ -13,11 +13,13 @@ from pipeline.core.errors import MissingToolError, StageError
 torch = pytest.importorskip("torch", reason="kernels run on torch's device")
 
 from plugins import nvrtc  # noqa: E402
+from plugins.moe_grouped_gemm import launch as moe  # noqa: E402
 from plugins.router_gemm import op as gemm  # noqa: E402
 from plugins.topk_router import op as router  # noqa: E402
 
-SOURCES = sorted(Path(nvrtc.__file__).parent.glob("*/*.cu"))
+SOURCES = sorted(Path(nvrtc.__file__).parent.glob("**/*.cu"))
 BUILDS = {
+    "plugins": [{"THREADS": 256, "TURNS": turns} for turns in (1, 4)],
     "fused_qkv_a": [{"Q": 1536, "LATENT": 512, "ROPE": 64, "FP8": fp8} for fp8 in (0, 1)],
     "mla_decode": [
         {"HEADS": 128, "PAGE": 64, "FP8": 0, "AT_ONCE": 4, "GROUPS": 1},
@@ -25,10 +27,10 @@ BUILDS = {
     ],
     "mla_decode/sm90_fp8.cu": [{"HEADS": heads, "PAGE": 64} for heads in (128, 16)],
     "moe_grouped_gemm": [
-        {"NVFP4": nvfp4, "SWIGLU": swiglu, "MOST": most, "CTAS": 2 - nvfp4, "HIDDEN": 7168, "TOP_K": 8}
-        | ({"COLUMNS": 7168, "ROWS": 2048} if swiglu else {"COLUMNS": 2048, "ROWS": 7168})
-        for nvfp4, most in ((0, 128), (1, 64), (1, 128))
-        for swiglu in (1, 0)
+        moe.variant(nvfp4, swiglu, *((7168, 2048) if swiglu else (2048, 7168)), most) | {"HIDDEN": 7168, "TOP_K": 8}
+        for nvfp4 in (False, True)
+        for most in moe.STAGES_AND_RESIDENT[nvfp4]
+        for swiglu in (True, False)
     ],
     "mla_prefill": [{"L2_BYTES": 32 << 20}],
     "mla_absorb": [{}],
