@@ -221,21 +221,24 @@ __device__ __noinline__ void route_exactly(Token& token, const float* bias, floa
   if (rank < TOP_K) weights[rank] = weight, indices[rank] = expert;
 }
 
-// Whether another expert of this rank comes first. A rank has one place: who finds another's number there tells it, in turn.
 __device__ __forceinline__ bool behind_rival(Token& token, int rank, int expert, bool chosen) {
+  const int lane = threadIdx.x % 32;
   int* place = token.numbers[0] + rank;
-  if (chosen) put(place, expert);
+  if (chosen) put(place, lane);
   __syncwarp();
-  int rival = chosen ? get(place) : expert;
-  const bool lost = rival != expert;
+  int rival = chosen ? get(place) : lane;
+  const bool lost = rival != lane;
   __syncwarp();
-  if (lost) put(place, expert);
+  if (lost) put(place, lane);
   __syncwarp();
   if (chosen && !lost) rival = get(place);
-  return rival < expert;
+  const float* choices = (const float*)token.candidates;
+  const float mine = get(choices + lane), other = get(choices + rival);
+  return other > mine || (other == mine && expert_of(get(token.fours + rival / 4) & 63, rival % 4) < expert);
 }
 
-// Experts of the same choice in the order of their numbers; false where that was not all.
+// Experts that share a rank in their order: by choice, as a rank tells apart neither differences below 2^-120 nor choices of 256 and
+// more, and equal ones by number. False where that was not all.
 __device__ __noinline__ bool settle(Token& token, float* weights, int* indices, float score, float scale, int rank, int expert,
                                     bool chosen) {
   rank += behind_rival(token, rank, expert, chosen);

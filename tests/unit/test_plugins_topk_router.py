@@ -35,6 +35,8 @@ def inputs(kind: str, experts: int, tokens: int = TOKENS) -> tuple[torch.Tensor,
         return logits.round().abs(), (bias > 0).float()
     if kind in EQUAL:
         return EQUAL[kind](logits), torch.zeros(experts)
+    if kind in SHARED_RANK:
+        return SHARED_RANK[kind](logits, bias)
     if kind == "extreme":
         bias = (bias * 2**16).round() / 2**16  # exact when added to 0 or 1, and far enough apart: it ranks all tokens' groups
         logits[:, ::3], logits[:, 1::3], bias[::7] = -torch.inf, 200.0, -5.0
@@ -66,7 +68,29 @@ EQUAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tiny": lambda logits: -60 - 0.1 * logits.argsort(dim=1),  # scores of 2^-86 to 2^-123, which are a tenth apart
 }
 """Logits where there is no bias."""
-KINDS = ("random", "ties", "extreme", "nan", *EQUAL)
+
+
+def tiny_pair(logits: torch.Tensor, chosen_before: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """After some chosen experts come two that are 2^-122 apart, the larger one last."""
+    bias = torch.full(logits.shape[1:], -1.0)
+    bias[[14, 15, 27, 28, 41, 42, 55][:chosen_before]] = 1.0
+    bias[[3, 10]], logits[:, 10], logits[:, 3] = 0.0, -84.0, -84.5
+    return logits, bias
+
+
+def large_pair(logits: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two experts with choices that float32 cannot hold times 2^120, the larger one last."""
+    bias[[3, 10]] = torch.tensor([300.0, 400.0])
+    return logits, bias
+
+
+SHARED_RANK: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "tiny_pair": lambda logits, _: tiny_pair(logits, 6),
+    "tiny_pair_at_the_end": lambda logits, _: tiny_pair(logits, 7),
+    "large_pair": large_pair,
+}
+"""Experts that ranked.cu gives the same rank, though they are not equal."""
+KINDS = ("random", "ties", "extreme", "nan", *EQUAL, *SHARED_RANK)
 
 
 def check(found: tuple[torch.Tensor, ...], logits: torch.Tensor, bias: torch.Tensor, *config: object) -> None:
