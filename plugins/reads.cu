@@ -13,6 +13,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) reads(const uint4* __restr
   }
   u32 all = 0;
 #pragma unroll
-  for (int i = 0; i < TURNS; ++i) all |= v[i].x ^ v[i].y ^ v[i].z ^ v[i].w;
+  for (int i = 0; i < TURNS; ++i) all ^= v[i].x ^ v[i].y ^ v[i].z ^ v[i].w;
   if (all == 0xFFFFFFFFu) *to = v[0];  // so that it reads
 }

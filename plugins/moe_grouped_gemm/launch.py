@@ -31,7 +31,7 @@ STAGES_AND_RESIDENT = {
 }
 """NVFP4 or not, rows of a tile -> stages of weights of a CTA, and CTAs of a multiprocessor: what fits, and was the fastest."""
 LEAST_SCALES = 32
-"""Of rows that a copy takes."""
+"""Of rows that a copy takes: what it writes begins at a multiple of 128 bytes in each stage."""
 PART = 2 * 4 * 256
 """Sums of a CTA that shares a tile: both halves, four of each consumer."""
 ALIGN = {False: 4, True: 1}

@@ -14,7 +14,8 @@ expert may be added, BF16 [2S, H] and [H, S], in BF16 as eager torch would; in a
 
 The kernels need sm_90, H and I of multiples of 128 (NVFP4: 256), at most 1024 experts and 32 of a token; other cases are computed
 one expert after the other in plain torch. They ask the host nothing: a step can be captured in a graph, and gives the same bits
-each time; space is taken for all pairs, which may all be this rank's: 3 H + I bytes each (NVFP4: 4 H + 2 I).
+each time (but the sums of up to 8 tokens are cut by how many experts these choose together); space is taken for all pairs, which
+may all be this rank's: 3 H + I bytes each (NVFP4: 4 H + 2 I).
 FP8 goes through DeepGEMM's products where `tactics.json` has all of it measured faster and it is installed: on an H200 from
 about 128 rows an expert on. gate and up are rounded to BF16 there on their way through memory.
 """

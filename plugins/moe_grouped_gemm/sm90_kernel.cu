@@ -7,7 +7,7 @@
 // what `moe_permute` found: experts without rows cost nothing. While sums are written, loads for the next work go on. For up to 8
 // rows an expert there may be CTAs without work: they share the columns of the others', and the last of them to be done adds up.
 //
-// Time is that of reading the weights, with few rows: 128 KB are on their way to every multiprocessor. Compiled by NVRTC for
+// Time is that of reading the weights, with few rows: 64 to 192 KB are on their way to every multiprocessor. Compiled by NVRTC for
 // sm_90a: NVFP4 (weights; else FP8 in blocks), SWIGLU, COLUMNS (of a weight row), ROWS (columns of the result), MOST, CTAS (of a
 // cluster), RESIDENT (CTAs of a multiprocessor), STAGES.
 

@@ -9,14 +9,14 @@ constexpr int BLOCK = 128;                        // weight rows of a half: gate
 constexpr int STEP = NVFP4 ? 256 : 128;           // columns of a stage: 128 bytes of weights a row
 constexpr bool SHARES = MOST <= 8;
 constexpr int STEPS = COLUMNS / STEP;
-constexpr int MOST_SHARERS = !SHARES ? 1 : STEPS < 8 ? STEPS : 8;  // of an item
+constexpr int MOST_SHARERS = !SHARES ? 1 : STEPS < 8 ? STEPS : 8;  // of an item; the last one has the sums of all in registers
 constexpr int EARLY = STEPS < STAGES ? STEPS : STAGES;  // stages of weights that are loaded before the activations exist
 constexpr int HEIGHT = SWIGLU ? 2 * ROWS : ROWS;  // of an expert's weights
 constexpr int TILES = SWIGLU ? ROWS / BLOCK : (ROWS + 2 * BLOCK - 1) / (2 * BLOCK);
 constexpr int TURNS = (TILES + CTAS - 1) / CTAS;  // of a cluster for one part; the last of an odd number of tiles is for nothing
 constexpr int HALF = BLOCK * 128, BOX = 8 * 128;  // bytes of a half's stage, and of 8 rows of activations (64 BF16 or 128 FP8)
 constexpr int PANEL = MOST * 128, PANELS = NVFP4 ? 4 : 1;
-constexpr int SCALED = MOST < 32 ? 32 : MOST;     // scales of FP8 rows that are loaded: at least 128 bytes
+constexpr int SCALED = MOST < 32 ? 32 : MOST;     // scales of FP8 rows that are loaded: 128 bytes keep stages aligned
 
 static_assert(COLUMNS % STEP == 0 && ROWS % BLOCK == 0, "only whole stages and halves");
 
@@ -42,7 +42,7 @@ struct Item {
   }
 };
 
-// All that clusters take: `index` of `count` is a part of an item, whose sharers are neighbours.
+// All that clusters take: `count` parts of items, whose sharers are neighbours.
 struct Work {
   const int4* found;  // by `moe_permute`
   int sharers, count;

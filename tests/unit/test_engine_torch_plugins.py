@@ -278,7 +278,8 @@ def test_the_key_has_the_plugins_code_where_they_may_be_taken() -> None:
     needed = set(sources(PLUGINS))
     decoding = {f"plugins/mla_decode/{name}" for name in ("sm90_kernel.cu", "expand.cuh", "fp8.py", "sm90_fp8.cu", "combine.cu")}
     assert decoding | {"plugins/nvrtc.py", "pipeline/core/errors.py"} <= needed
-    assert "plugins/gemm_tactics/tactics.json" in needed
+    assert {"plugins/gemm_tactics/tactics.json", "plugins/numerics.cuh"} <= needed
+    assert not {"plugins/bench.py", "plugins/reads.cu"} & needed, "benchmarks change without engines"
     assert {name for name in needed if name.startswith("plugins/")} <= code(*cuda)
     assert "plugins/mla_decode/sm90_kernel.cu" not in code() | code(*cuda, "engine.torch.plugins=off")
 

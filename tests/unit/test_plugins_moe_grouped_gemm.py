@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason="the ops are torch's")
 
 from plugins.moe_grouped_gemm import launch, op, plain, reference, tactics  # noqa: E402
 from plugins.quantize.reference import fp8_quantize  # noqa: E402
+from tests._utils.peers import poison  # noqa: E402
 
 HAS_WGMMA = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here"))]
@@ -126,7 +127,7 @@ def test_tiles_of_every_size_vs_reference(form: str, tokens: int, hidden: int, w
     with torch.device("cuda"):
         inputs = [torch.randn(tokens, hidden).bfloat16(), *routes(tokens, 2, 3), *make(3, width, hidden)]
     inputs[1][: tokens // 3] = 1  # experts with very different numbers of rows
-    torch.full((64 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)  # what the next allocations find
+    poison()
     check(call(*inputs, 0), by_hand(plain.experts, inputs).double())
 
 
@@ -140,10 +141,27 @@ def test_few_experts_are_shared_by_all_ctas_vs_reference(form: str, hidden: int,
         matrices = make(12, width, hidden)
         for tokens, chosen in ((1, 1), (1, 2), (1, 3), (2, 2), (5, 1), (3, 4), (8, 12)):
             inputs = [torch.randn(tokens, hidden).bfloat16(), *routes(tokens, chosen, 12), *matrices]
-            torch.full((64 << 20,), torch.nan, dtype=torch.bfloat16)  # what the next allocations find
+            poison()
             found = call(*inputs, 0)
             check(found, by_hand(plain.experts, inputs).double())
             assert all(torch.equal(found, call(*inputs, 0)) for _ in range(3))  # whichever CTA is the last
+
+
+@pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
+@pytest.mark.parametrize(("chosen", "shared"), [(1, True), (12, False)])
+@pytest.mark.parametrize("form", FORMS)
+def test_ctas_share_experts_only_where_there_are_too_few(form: str, chosen: int, shared: bool) -> None:
+    """Sharers that count from a wrong number never see the last of them arrive, and then nothing is written."""
+    nvfp4 = form == "nvfp4"
+    with torch.device("cuda"):
+        matrices = FORMS[form][1](12, 512, 4096)
+        x, (indices, _) = torch.randn(1, 512).bfloat16(), routes(1, chosen, 12)
+    route = launch.permute(indices, 12, 0, launch.LEAST_ROWS, launch.ALIGN[nvfp4])
+    assert not route.arrivals.any()
+    route.arrivals.fill_(100)
+    out = torch.full((len(route.pairs), 4096), torch.nan, device="cuda", dtype=torch.bfloat16)
+    launch.product(tuple(matrices[len(matrices) // 2 :]), launch.gather(x, route, chosen, nvfp4), route, (out, None))
+    assert out[route.pairs >= 0].isnan().all() if shared else out[route.pairs >= 0].isfinite().all()
 
 
 @pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
@@ -159,11 +177,13 @@ def test_an_expert_may_have_more_rows_than_there_are_tokens(form: str) -> None:
 @pytest.mark.skipif(not HAS_WGMMA, reason="no GPU of sm_90 here")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_captured_step_takes_new_routes(form: str, shared: bool) -> None:
+@pytest.mark.parametrize("tokens", [3, 33])
+def test_a_captured_step_takes_new_routes(form: str, shared: bool, tokens: int) -> None:
     call, make, _ = FORMS[form]
     with torch.device("cuda"):
         matrices = [*make(6, 256, 512), 3, *(shared_weights(384, 512) if shared else ())]
-        steps = [(torch.randn(33, 512).bfloat16(), *routes(33, 4, 12)) for _ in range(3)]
+        steps = [(torch.randn(tokens, 512).bfloat16(), *routes(tokens, 4, 12)) for _ in range(3)]
+        steps[1][1][:] = torch.arange(3, 7)  # fewer experts, which more CTAs share
     given = [tensor.clone() for tensor in steps[0]]
     call(*given, *matrices)
     graph = torch.cuda.CUDAGraph()
@@ -183,7 +203,7 @@ def test_deep_gemm_between_our_kernels_captured_vs_reference(tokens: int, first:
     with torch.device("cuda"):
         x, indices, weights, *matrices = torch.randn(tokens, 1024).bfloat16(), *routes(tokens, 3, 6), *fp8_weights(4, 512, 1024)
         indices[: tokens // 3] = torch.tensor([3, 5, 2], dtype=torch.int32)
-    torch.full((64 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)  # what the next allocations find
+    poison()
     out, replayed = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
     launch.experts(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), out, first, products=tactics.DEEP_GEMM)
     wanted = plain.experts(x, indices, weights, tuple(matrices[:2]), tuple(matrices[2:]), first).double()

@@ -25,8 +25,8 @@ PLUGINS = (
     "fused_qkv_a", "gemm_tactics", "mla_absorb", "mla_decode", "mla_prefill", "moe_grouped_gemm", "router_gemm", "topk_router",
 )  # fmt: skip
 """Folders of those that the graph can call; each has a rule in choose.py and its place in plugged.py."""
-DATA = (".cu", ".cuh", ".json")
-"""What plugins read beside modules: kernels and tactic files."""
+DATA, SHARED_DATA = (".cu", ".cuh", ".json"), (".cuh",)
+"""What plugins read beside modules, kernels and tactic files; and of `plugins/` itself, whose kernels are benchmarks'."""
 
 
 def code(config: Config) -> tuple[str, ...]:
@@ -51,9 +51,13 @@ def sources(plugins: Iterable[str]) -> dict[str, str]:
         found.add(name := todo.pop())
         todo += set(imported(name)) - found
     folders = {Path(name).parent for name in found if name.startswith("plugins/")}
-    data = {file for folder in folders for file in (code_root() / folder).iterdir() if file.suffix in DATA}
-    files = sorted(found | {file.relative_to(code_root()).as_posix() for file in data})
+    files = sorted(found.union(*map(_data, folders)))
     return {file: hashlib.sha256((code_root() / file).read_bytes()).hexdigest() for file in files}
+
+
+def _data(folder: Path) -> set[str]:
+    kinds = SHARED_DATA if folder.name == "plugins" else DATA
+    return {(folder / file.name).as_posix() for file in (code_root() / folder).iterdir() if file.suffix in kinds}
 
 
 def imported(file: str) -> Iterator[str]:
