@@ -1,13 +1,14 @@
 """Routed experts of R1 beside other libraries' grouped products and torch's: each product alone, the whole op, and a shared expert.
 
 Products: every expert has the same number of rows; ours of gate and up includes SwiGLU and the quantisation, the others' do not.
-Whole: tokens choose 8 of 256 experts at random, of which this rank has the first 32 (expert parallelism 8) or all; the peer is
-DeepGEMM between our kernels, eager torch is `grouped_mm` of BF16 weights, twice the bytes. Shared: the routed experts and a BF16
-one that every token visits, on two streams.
+Whole: tokens choose 8 of 256 experts at random, of which this rank has the first 32 (expert parallelism 8) or all; the peers are
+DeepGEMM between our kernels and, of NVFP4, vLLM's Marlin; eager torch is `grouped_mm` of BF16 weights, of twice the bytes or more.
+Shared: the routed experts and a BF16 one that every token visits, on two streams.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
 
 from plugins.bench import Bench, Call, compiled, micros, relative
-from plugins.moe_grouped_gemm import launch, plain, reference, shared, tactics
+from plugins.moe_grouped_gemm import launch, marlin, plain, reference, shared, tactics
 from plugins.moe_grouped_gemm.peers import PEERS
 from plugins.moe_grouped_gemm.reference import Weights
 from plugins.quantize.reference import FP8, fp8_dequantize
@@ -46,16 +47,16 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     for experts in (EXPERTS, RANK_EXPERTS):
         for nvfp4 in (True, False):
             matrices = _weights(experts, 2 * WIDTH, HIDDEN, nvfp4), _weights(experts, HIDDEN, WIDTH, nvfp4)
-            wide = [_bf16(weights) for weights in matrices]
+            wide, packed = [_bf16(weights) for weights in matrices], _later(_packed, matrices)
             if experts == RANK_EXPERTS:
                 for count in ROWS:
-                    yield from _products(bench, count, matrices, wide)
+                    yield from _products(bench, count, matrices, wide, packed)
             for tokens in (each for each in TOKENS[experts] if each <= MOST_TOKENS[nvfp4]):
-                yield _whole(bench, tokens, *matrices, *wide)
+                yield _whole(bench, tokens, *matrices, *wide, packed=packed)
             if experts == RANK_EXPERTS and not nvfp4:
                 for tokens in SHARED_TOKENS:
                     yield _shared(bench, tokens, *matrices, *wide)
-            del matrices, wide
+            del matrices, wide, packed
             torch.cuda.empty_cache()
 
 
@@ -80,7 +81,13 @@ def _size(weights: Weights) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in weights)
 
 
-def _products(bench: Bench, count: int, matrices: tuple[Weights, Weights], wide: list[Tensor]) -> Iterator[dict[str, Any]]:
+def _packed(matrices: tuple[Weights, Weights]) -> list[Weights]:
+    return [marlin.packed(weights) for weights in matrices]
+
+
+def _products(
+    bench: Bench, count: int, matrices: tuple[Weights, Weights], wide: list[Tensor], packed: Callable[[], list[Weights]]
+) -> Iterator[dict[str, Any]]:
     """Gate and up, then down, for `count` rows of every expert."""
     nvfp4, experts, slots = len(matrices[0]) == 3, len(wide[0]), count * len(wide[0])
     x = torch.randn(slots, HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -100,7 +107,7 @@ def _products(bench: Bench, count: int, matrices: tuple[Weights, Weights], wide:
             lambda overlap, w=weights, s=source, o=out: launch.product(w, s, route, o, overlap),
             error=lambda o=out, w=wanted: relative(_decoded(o), w),
             eager=lambda r=plain_rows, w=plainly: grouped_mm(r, w, offs=ends),
-            peers={} if nvfp4 else {peer: _made(make, weights, source, count) for peer, make in PEERS.items()},
+            peers=_product_peers(NAMES.index(name), matrices, packed, source, count),
             right=lambda found, w=product: relative(found.flatten(0, -2)[:FEW], w) < 1e-2,
             moved=slots * (columns + out[0].shape[1]) * (2 if nvfp4 else 1),
             read=_size(weights),
@@ -129,16 +136,23 @@ def _first(rows_: Tensor, weights: Weights, swiglu: bool) -> tuple[Tensor, Tenso
     return product, reference.rounded(silu(gate) * up, nvfp4)
 
 
+def _product_peers(
+    number: int, matrices: tuple[Weights, Weights], packed: Callable[[], list[Weights]], source: launch.Rows, count: int
+) -> dict[str, Call]:
+    """Of the first or the second matrix."""
+    if len(matrices[0]) == 3:
+        return {"marlin": _made(lambda: marlin.product(packed()[number], source, count))}
+    return {peer: _made(make, matrices[number], source, count) for peer, make in PEERS.items()}
+
+
+def _later(make: Callable[..., Any], *given: Any) -> Callable[[], Any]:
+    """What is made at its first use, where a library that does not load is noted."""
+    return functools.cache(lambda: make(*given))
+
+
 def _made(make: Callable[..., Call], *given: Any) -> Call:
-    """The call that is made at its first use, where a library that does not load is noted."""
-    made: list[Call] = []
-
-    def call() -> Tensor:
-        if not made:
-            made.append(make(*given))
-        return made[0]()
-
-    return call
+    made = _later(make, *given)
+    return lambda: made()()
 
 
 def _routes(tokens: int) -> tuple[Tensor, Tensor]:
@@ -160,7 +174,9 @@ def _eager(x: Tensor, indices: Tensor, weights: Tensor, gate_up: Tensor, down: T
     return torch.where(kept, out.float() * weights.unsqueeze(-1), 0).sum(1).bfloat16()
 
 
-def _whole(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: Tensor) -> dict[str, Any]:
+def _whole(
+    bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: Tensor, packed: Callable[[], list[Weights]]
+) -> dict[str, Any]:
     nvfp4, experts = len(gate_up) == 3, len(gate_up[0])
     x, (indices, weights) = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16), _routes(tokens)
     out, other = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
@@ -171,7 +187,7 @@ def _whole(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: Te
         launch.experts(x, indices, weights, gate_up, down, other, products=tactics.DEEP_GEMM)
         return other
 
-    used = _used(local, experts)
+    used, marlin_ = _used(local, experts), _made(lambda: marlin.experts(x, indices, weights, *packed(), EXPERTS))
     return bench.row(
         "moe_w4a16_nvfp4" if nvfp4 else "moe_fp8_block",
         {"experts": experts, "tokens": tokens, "dtype": "nvfp4" if nvfp4 else "fp8"},
@@ -179,7 +195,7 @@ def _whole(bench: Bench, tokens: int, gate_up: Weights, down: Weights, *wide: Te
         error=lambda: relative(out[:FEW], wanted),
         eager=lambda: _eager(x, indices, weights, *wide),
         compiled=lambda: compiled(_eager)(x, indices, weights, *wide),
-        peers={} if nvfp4 else {"deep_gemm": deep_gemm},
+        peers={"marlin": marlin_} if nvfp4 else {"deep_gemm": deep_gemm},
         right=lambda found: relative(found, out) < 3e-2 if out.any() else True,
         moved=2 * x.numel() * 2,
         read=int(used * (_size(gate_up) + _size(down))),

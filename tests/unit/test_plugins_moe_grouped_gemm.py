@@ -14,7 +14,7 @@ from tests._utils.cuda_on_cpu import CudaOnCpu
 
 torch = pytest.importorskip("torch", reason="the ops are torch's")
 
-from plugins.moe_grouped_gemm import launch, op, plain, reference, tactics  # noqa: E402
+from plugins.moe_grouped_gemm import launch, marlin, op, plain, reference, tactics  # noqa: E402
 from plugins.quantize.reference import fp8_quantize  # noqa: E402
 from tests._utils.peers import poison  # noqa: E402
 
@@ -225,6 +225,22 @@ def test_deep_gemm_is_taken_where_it_was_measured_faster(monkeypatch: pytest.Mon
     fp8, nvfp4 = tuple(torch.empty(32, 1, 1) for _ in range(2)), tuple(torch.empty(32, 1, 1) for _ in range(3))
     assert [op._fastest(torch.empty(tokens, 1), fp8) for tokens in (1, 300, 8192)] == ["ours", "ours", "deep_gemm"]
     assert op._fastest(torch.empty(8192, 1), nvfp4) == "ours"
+
+
+def test_the_peer_s_weights_are_ours_in_its_order() -> None:
+    codes, scales, scales_2 = nvfp4_weights(2, 128, 128)[:3]
+    words, others, others_2 = marlin.packed((codes, scales, scales_2))
+    n, k = torch.meshgrid(torch.arange(256), torch.arange(128), indexing="ij")
+    lane, tile, value = n % 8 * 4 + k % 8 // 2, n % 64 // 16, n % 16 // 8 * 4 + k % 16 // 8 * 2 + k % 2
+    place = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])[value]  # even ones first
+    found = words[:, k // 16, n // 64 * 128 + lane * 4 + tile] >> 4 * place & 15
+    assert torch.equal(found, (codes.repeat_interleave(2, dim=2).int() >> k % 2 * 4) & 15)
+    n, group = torch.meshgrid(torch.arange(256), torch.arange(8), indexing="ij")
+    place = n // 64 * 64 + n % 8 * 8 + n % 64 // 8  # of eights, and of four the middle two change places
+    bits = others.view(torch.uint8)[:, group, place // 4 * 4 + torch.tensor([0, 2, 1, 3])[place % 4]].short()
+    exact, factors = (bits << 7).view(torch.half).float(), scales_2.view(2, 1, 1) * 2.0**126  # S0E5M3 is half without its sign
+    assert (exact[scales.float() > 0.1] >= 2).all() and exact.max() <= 448 * 2**7
+    torch.testing.assert_close(exact * others_2.view(2, 1, 1), scales.float() * factors, rtol=1e-6, atol=2.0**110)
 
 
 def shared_weights(width: int, hidden: int) -> list[torch.Tensor]:
