@@ -2,8 +2,8 @@
 
 Each takes the weights' codes and scales and the rows' (`launch.Rows`), and gives a call that gives BF16 [..., height], the first
 expert's first rows first. What a library wants in another layout is made once, outside of the call. Not here: sgl-kernel's
-es_fp8_blockwise_scaled_grouped_mm, which took the same time, and TensorRT-LLM's fp8_block_scaling_moe_gemm, whose own compilation
-failed where these ran.
+es_fp8_blockwise_scaled_grouped_mm, which took the same time. TensorRT-LLM's compiles itself from headers (`deep_gemm/`) that it
+looks for in the include folder of what `pip show tensorrt_llm` finds; without them it refuses.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ __all__ = ["PEERS"]
 MASKED_ROWS = 128
 """Room of an expert at least, in DeepGEMM's masked layout."""
 WORKSPACE = 64 << 20
+TRTLLM_ALIGN = 32
+"""An expert's scales begin at multiples of it."""
 
 
 def _deep_gemm(weights: Weights, rows: launch.Rows, count: int) -> Call:
@@ -66,6 +68,19 @@ def _sgl(weights: Weights, rows: launch.Rows, count: int) -> Call:
     return call
 
 
+def _trtllm(weights: Weights, rows: launch.Rows, count: int) -> Call:
+    """A fork of DeepGEMM for rows that lie side by side; each expert's scales begin at the last multiple that leaves room."""
+    import trtllm_kernel  # noqa: F401  registers torch.ops.trtllm
+
+    codes, scales = weights
+    experts, used = len(codes), len(codes) * count
+    offsets = torch.arange(experts + 1, device="cuda") * count
+    starts = (offsets + torch.arange(experts + 1, device="cuda") * (TRTLLM_ALIGN - 1)) // TRTLLM_ALIGN * TRTLLM_ALIGN
+    padded = torch.zeros(codes.shape[2] // FP8_GROUP, int(starts[-1]), device="cuda")
+    padded[:, (starts[:-1, None] + torch.arange(count, device="cuda")).flatten()] = rows[1][:, :used]
+    return lambda: torch.ops.trtllm.fp8_block_scaling_moe_gemm(rows[0][:used], codes, padded, scales, offsets)
+
+
 def _empty(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty(shape, device="cuda", dtype=dtype) for _ in range(count)]
 
@@ -73,4 +88,5 @@ def _empty(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tenso
 PEERS: dict[str, Callable[[Weights, launch.Rows, int], Call]] = {
     "deep_gemm": _deep_gemm,
     "sgl": _sgl,
+    "trtllm": _trtllm,
 }
