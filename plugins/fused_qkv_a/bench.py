@@ -19,6 +19,7 @@ HIDDEN, Q, LATENT, ROPE = 7168, 1536, 512, 64
 COLUMNS = Q + LATENT + ROPE
 TOKENS = (1, 8, 16, 32, 64, 256, 1024, 4096)
 SLOTS, POSITIONS, EPS = 65536, 4096, 1e-6
+TURNS = 3
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -47,6 +48,7 @@ def _product(bench: Bench, x: Tensor, weight: Tensor) -> dict[str, Any]:
         flops=2 * len(x) * weight.numel(),
         cold=True,
         overlaps=len(x) <= op.FEW_TOKENS,
+        turns=TURNS,
         why="" if len(x) <= op.FEW_TOKENS else "it is cuBLAS",
     )
 

@@ -34,7 +34,7 @@ MOST_TOKENS = {True: 4096, False: 16384}
 SHARED_TOKENS = (1, 8, 64, 256, 1024, 4096)
 FEW = 4
 """Tokens, and rows of a product, that are compared with the reference."""
-CALLS = 4
+CALLS, TURNS = 4, 3
 LOSES = {
     True: "codes are expanded again for every tile of rows, which BF16 weights, of 3.6 times the bytes, need not be",
     False: "tiles are for reading weights: their rows are weights, not tokens; the op takes DeepGEMM where all of it is faster",
@@ -113,6 +113,7 @@ def _products(
             read=_size(weights),
             flops=2 * slots * columns * height // (1 if nvfp4 else 2),
             calls=CALLS,
+            turns=TURNS,
             why=LOSES[nvfp4],
         )
         yield row | {"weights_gb_per_s": round(_size(weights) / row["ours_us"] / 1e3)}
@@ -201,6 +202,7 @@ def _whole(
         read=int(used * (_size(gate_up) + _size(down))),
         flops=2 * len(local) * 3 * HIDDEN * WIDTH // (1 if nvfp4 else 2),
         calls=CALLS,
+        turns=TURNS,
         why=LOSES[nvfp4],
     )
 
