@@ -6,8 +6,8 @@
 Needs a GPU and compute-sanitizer, which the CUDA toolkit has. For each plugin and tool a process runs those tests of
 tests/unit/test_plugins_NAME.py that need a GPU and capture no CUDA graph (the shared expert's second stream is not seen so); every
 tensor is an allocation of its own, so that a byte beyond it is seen. Only kernels of `plugins/` are watched, but by `initcheck`,
-which must see who writes. Exits with 1 unless all is clean. On an H200 (tools 2025.3 of CUDA 13.0, 2026-12-01, --jobs 10) all took
-a minute, at commit c0d7f4e, topk_router again at 1bc141b.
+which must see who writes. Exits with 1 unless all is clean. On an H200 (tools 2025.3 of CUDA 13.0, 2026-12-01, --jobs 12) all took
+90 seconds, at commit 635f777, mla_prefill again at c3b0714.
 
     memcheck     every plugin: 0 errors
     synccheck    every plugin: 0 errors, in what it can follow (UNFOLLOWED)

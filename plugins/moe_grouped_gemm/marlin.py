@@ -100,7 +100,7 @@ Routed = tuple[Tensor, Tensor, Tensor, int]
 
 
 def _routed(indices: Tensor, here: int, here_or_not: Tensor | None = None) -> Routed:
-    """`here_or_not`: I32 [all experts], their numbers here or -1."""
+    """By vLLM's rule, which counts other ranks' pairs, too. `here_or_not`: I32 [all experts], their numbers here or -1."""
     pairs, everywhere = indices.numel(), here if here_or_not is None else len(here_or_not)
     block = next((block for block in BLOCKS if pairs / here / block < FULL), BLOCKS[-1])
     space = pairs + everywhere * (block - 1)
